@@ -1,0 +1,184 @@
+"""What a hardware profile holds. Data only: the formulas that use these figures live in ``tracesim.cost``.
+
+Every figure has its unit in its name. ``sources`` says, for each figure, where it comes from: a datasheet, a
+measurement, or a fit and on what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+class ProfileError(ValueError):
+    """A hardware profile that cannot be read, named with all that is wrong in it."""
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """A tile a GEMM kernel computes in one thread block, with its rate relative to the best tile."""
+
+    m: int
+    n: int
+    relative_rate: float = 1.0
+
+
+@dataclass(frozen=True)
+class GemmFigures:
+    """How fast matrix products run; see ``docs/compute_cost.md`` for the formula."""
+
+    tiles: tuple[GemmTile, ...]
+    mainloop_efficiency: float
+    """Share of the dense peak reached inside a tile while clocks hold."""
+    sustained_efficiency: float
+    """Share of the dense peak a long-running, power-capped chip sustains."""
+    prologue_k: float
+    """Fill and drain of a tile, in units of K elements."""
+    exposed_epilogue: float
+    """Share of the output traffic that is not hidden behind the next tile."""
+    grouped_per_expert_us: float = 0.0
+    """Fixed cost of each expert in a grouped GEMM; 0 if one persistent kernel runs all experts."""
+    grouped_efficiency: float = 0.0
+    """Share of the dense peak of a grouped GEMM launched expert by expert; 0 means as ``sustained_efficiency``."""
+    grouped_exposed_traffic: float = 1.0
+    """Share of the memory traffic of such a grouped GEMM that is not hidden behind the work of other experts."""
+    alone_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class AttentionFigures:
+    """How fast fused attention runs."""
+
+    forward_efficiency: float
+    """Share of the dense peak on the work really done (causal halves it)."""
+    backward_ratio: float
+    """Backward efficiency over forward efficiency."""
+    fixed_us: float
+    """Cost that does not scale with the work."""
+    wide_head_ratio: float = 0.82
+    """Efficiency at unequal query and value head sizes (192/128) over that at 128/128."""
+
+
+@dataclass(frozen=True)
+class MemoryFigures:
+    """Device memory and how much of its bandwidth kernels reach, by access pattern."""
+
+    capacity_gib: float
+    bandwidth_gb_per_s: float
+    stream_efficiency: float
+    reduction_efficiency: float
+    strided_efficiency: float
+    kernel_floor_us: float
+    """Duration of the smallest kernel."""
+    kernel_gap_us: float
+    """Idle time between two kernels that are queued back to back."""
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """A tier of the network, seen from one GPU."""
+
+    bandwidth_gb_per_s: float
+    """Each direction, per GPU, nominal."""
+    efficiency: float
+    """Share of it a large collective reaches."""
+    latency_us: float
+    """Per step of a collective on this tier, with NCCL's LL128 protocol or its like."""
+    p2p_efficiency: float = 0.0
+    """Share of it a large send reaches; 0 means as ``efficiency``."""
+
+
+@dataclass(frozen=True)
+class NetworkFigures:
+    """Where the fast domain ends, and what both tiers do."""
+
+    gpus_per_domain: int
+    """GPUs joined by NVLink, xGMI or the like (8 in a DGX, 72 in an NVL72 rack)."""
+    domain: LinkFigures
+    fabric: LinkFigures
+    """Between domains; bandwidth is the NIC share of one GPU."""
+    collective_base_us: float
+    """Fixed cost of launching a collective kernel and its proxy."""
+    multicast: bool = False
+    """NVSwitch multicast (NVLS) is there: all-reduce in about one pass."""
+    collective_sms: int = 0
+    """SMs a large collective occupies."""
+
+
+@dataclass(frozen=True)
+class HostFigures:
+    """The CPU side of a launch."""
+
+    launch_us: float
+    """Time a kernel launch call takes."""
+
+
+@dataclass(frozen=True)
+class MeasuredGemm:
+    """A measured matrix product; wins over the formula where the shape is equal. Fields as in ``GemmShape``."""
+
+    m: int
+    n: int
+    k: int
+    layout: str
+    dtype: str
+    output: str
+    accumulate: bool
+    count: int
+    time_us: float
+
+
+@dataclass(frozen=True)
+class MeasuredAttention:
+    """A measured fused attention; wins over the formula where the shape is equal."""
+
+    batch: int
+    query_length: int
+    key_length: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    value_head_size: int
+    causal: bool
+    backward: bool
+    dtype: str
+    time_us: float
+
+
+@dataclass(frozen=True)
+class MeasuredCollective:
+    """A measured line ``fixed_us + per_step_us * (n - 1) + traffic / (efficiency * bandwidth)`` of a collective."""
+
+    communication: str
+    """Name of the :class:`Communication` in lower case, ``p2p`` for sends."""
+    tier: str
+    """``domain`` or ``fabric``."""
+    efficiency: float
+    fixed_us: float
+    per_step_us: float
+    group_size: int = 0
+    """Members of the group it was measured with; 0: any size that has no line of its own."""
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """A machine."""
+
+    name: str
+    description: str
+    vendor: str
+    sm_count: int
+    peak_tflops: Mapping[str, float]
+    """Dense peak by dtype name in lower case (``bf16``, ``fp8``, ``tf32``, ``fp32``)."""
+    gemm: GemmFigures
+    attention: AttentionFigures
+    memory: MemoryFigures
+    network: NetworkFigures
+    host: HostFigures
+    sources: Mapping[str, str]
+    compute_capability: int = 0
+    """10 * major + minor for NVIDIA (90 for Hopper); decides workspace sizes. 0 if not NVIDIA."""
+    measured_gemms: tuple[MeasuredGemm, ...] = ()
+    measured_attentions: tuple[MeasuredAttention, ...] = ()
+    measured_collectives: tuple[MeasuredCollective, ...] = ()
+    extra: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,353 @@
+"""Lowering of the two ends of the model: embedding on the first stage, final norm, head and loss on the last.
+
+Embedding and head are vocabulary-parallel (Megatron-Core ``tensor_parallel/layers.py`` and ``cross_entropy.py``).
+The embedding's gradient is dense: PyTorch zeroes and fills a table-sized tensor for each microbatch, which is then
+added to the main gradient. The loss is either Megatron's sequence of kernels on fp32 logits, or Transformer
+Engine's fused cross entropy, which works in place on the logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .graph import GemmShape
+from .lowering_context import LoweringContext
+from .program import ProgramBuilder, Tensor
+from .vocabulary import Communication, Dimension, DType, OpKind, Phase
+
+
+@dataclass
+class HeadSaved:
+    """What final norm, head and loss keep for their backward pass."""
+
+    norm_input: Tensor
+    normalized: Tensor
+    logits: Tensor
+    """bf16 logits turned into their gradient in place (fused), or the fp32 softmax (unfused)."""
+
+
+@dataclass
+class EmbeddingSaved:
+    """What the embedding keeps: a dropout mask, if there is dropout."""
+
+    dropout_mask: Tensor | None
+
+
+# -- embedding ---------------------------------------------------------------------------------------------------
+
+
+def embedding_forward(builder: ProgramBuilder, context: LoweringContext) -> tuple[EmbeddingSaved, Tensor]:
+    """Emit the embedding; returns what it keeps and the hidden states."""
+    builder.layer, builder.module = -1, "embedding"
+    model = context.model
+    gathered = context.gathered_bytes
+    row = builder.memory_bound(
+        "word_embedding",
+        OpKind.EMBEDDING,
+        read=gathered,
+        written=gathered,
+        access="strided",
+        dtype=context.dtype,
+    )
+    builder.parameter_rows["embedding.word_embeddings"] = row
+    current = builder.temporary("word_embeddings", gathered, row)
+    # Position rows are added over the whole sequence, so the sum is reduced unsharded and cut afterwards.
+    scatter = context.sequence_parallel and model.positions != "learned"
+    if context.tp > 1:
+        reduced = builder.collective(
+            f"embedding_{'reduce_scatter' if scatter else 'all_reduce'}",
+            Communication.REDUCE_SCATTER if scatter else Communication.ALL_REDUCE,
+            gathered,
+            Dimension.TP,
+            context.group(Dimension.TP),
+            dtype=context.dtype,
+        )
+        builder.wait_for(reduced)
+    if model.positions == "learned":
+        row = builder.memory_bound(
+            "position_embedding",
+            OpKind.EMBEDDING,
+            read=2 * gathered,
+            written=context.hidden_bytes,
+            dtype=context.dtype,
+        )
+        builder.parameter_rows["embedding.position_embeddings"] = row
+    else:
+        # The reduced embedding is the hidden state itself.
+        row = len(builder) - 1
+    builder.release(current, row)
+    if model.hidden_dropout == 0:
+        return EmbeddingSaved(None), builder.activation("hidden_states", context.hidden_bytes, row)
+    mask_bytes = context.sharded_tokens * model.hidden_size
+    row = builder.memory_bound(
+        "embedding_dropout",
+        OpKind.ELEMENTWISE,
+        read=context.hidden_bytes,
+        written=context.hidden_bytes + mask_bytes,
+        dtype=context.dtype,
+    )
+    mask = builder.activation("embedding_dropout_mask", mask_bytes, row)
+    return EmbeddingSaved(mask), builder.activation("hidden_states", context.hidden_bytes, row)
+
+
+def embedding_backward(
+    builder: ProgramBuilder, context: LoweringContext, saved: EmbeddingSaved, gradient: Tensor
+) -> None:
+    """Emit the embedding's weight gradient: a dense table-sized gradient, added to the main gradient."""
+    builder.layer, builder.module = -1, "embedding"
+    model = context.model
+    if saved.dropout_mask is not None:
+        row = builder.memory_bound(
+            "embedding_dropout_backward",
+            OpKind.ELEMENTWISE,
+            read=context.hidden_bytes + context.sharded_tokens * model.hidden_size,
+            written=context.hidden_bytes,
+            dtype=context.dtype,
+        )
+        builder.release(saved.dropout_mask, row)
+    gathered: Tensor | None = None
+    if context.sequence_parallel:
+        row = builder.collective(
+            "embedding_gradient_all_gather",
+            Communication.ALL_GATHER,
+            context.gathered_bytes,
+            Dimension.TP,
+            context.group(Dimension.TP),
+            dtype=context.dtype,
+        )
+        builder.wait_for(row)
+        gathered = builder.temporary("gathered_gradient", context.gathered_bytes, row)
+    if model.positions == "learned":
+        rows = model.max_positions or context.training.seq_len
+        _dense_table_gradient(builder, context, "position", rows)
+    _dense_table_gradient(builder, context, "word", context.local_vocab)
+    builder.release(gradient, builder.last_row)
+    if gathered is not None:
+        builder.release(gathered, builder.last_row)
+
+
+def _dense_table_gradient(
+    builder: ProgramBuilder, context: LoweringContext, table: str, table_rows: int
+) -> None:
+    elements = table_rows * context.model.hidden_size
+    dense = context.item * elements
+    main = context.gradient_dtype.itemsize * elements
+    row = builder.memory_bound(
+        f"{table}_embedding_gradient_zero",
+        OpKind.MEMSET,
+        read=0,
+        written=dense,
+        dtype=context.dtype,
+        phase=Phase.BACKWARD_WEIGHT,
+    )
+    tensor = builder.temporary(f"{table}_embedding_gradient", dense, row)
+    builder.memory_bound(
+        f"{table}_embedding_backward",
+        OpKind.EMBEDDING,
+        read=context.gathered_bytes,
+        written=context.gathered_bytes,
+        access="strided",
+        dtype=context.dtype,
+        phase=Phase.BACKWARD_WEIGHT,
+    )
+    row = builder.memory_bound(
+        f"{table}_embedding_accumulate",
+        OpKind.ELEMENTWISE,
+        read=dense + main,
+        written=main,
+        dtype=context.gradient_dtype,
+        phase=Phase.BACKWARD_WEIGHT,
+    )
+    builder.release(tensor, row)
+    builder.gradient_rows[f"embedding.{table}_embeddings"] = row
+
+
+# -- head and loss -----------------------------------------------------------------------------------------------
+
+
+def head_forward(builder: ProgramBuilder, context: LoweringContext, hidden: Tensor) -> HeadSaved:
+    """Emit final norm, head and loss; returns what they keep."""
+    builder.layer, builder.module = -1, "head"
+    size = context.hidden_bytes
+    row = builder.memory_bound(
+        "final_norm", OpKind.NORM, read=size, written=size, access="reduction", dtype=context.dtype
+    )
+    builder.parameter_rows["decoder.final_layernorm"] = row
+    normalized = builder.activation("final_norm_output", size, row)
+    gathered: Tensor | None = None
+    if context.sequence_parallel:
+        row = builder.collective(
+            "head_all_gather",
+            Communication.ALL_GATHER,
+            context.gathered_bytes,
+            Dimension.TP,
+            context.group(Dimension.TP),
+            dtype=context.dtype,
+        )
+        builder.wait_for(row)
+        gathered = builder.temporary("gathered_input", context.gathered_bytes, row)
+    shape = GemmShape(
+        context.tokens,
+        context.local_vocab,
+        context.model.hidden_size,
+        "TN",
+        dtype=context.dtype,
+        output=context.dtype,
+    )
+    row = builder.gemm("head", shape)
+    builder.parameter_rows["output_layer"] = row
+    if gathered is not None:
+        builder.release(gathered, row)
+    logits = builder.activation("logits", context.item * context.tokens * context.local_vocab, row)
+    builder.module = "loss"
+    if context.training.cross_entropy_fusion:
+        _fused_loss_forward(builder, context)
+        return HeadSaved(hidden, normalized, logits)
+    softmax = _unfused_loss_forward(builder, context, logits)
+    return HeadSaved(hidden, normalized, softmax)
+
+
+def _fused_loss_forward(builder: ProgramBuilder, context: LoweringContext) -> None:
+    logits = context.item * context.tokens * context.local_vocab
+    builder.memory_bound(
+        "cross_entropy_online_softmax",
+        OpKind.LOSS,
+        read=logits,
+        written=12.0 * context.tokens,
+        access="reduction",
+        dtype=context.dtype,
+    )
+    if context.tp > 1:
+        row = builder.collective(
+            "loss_all_gather",
+            Communication.ALL_GATHER,
+            12.0 * context.tokens * context.tp,
+            Dimension.TP,
+            context.group(Dimension.TP),
+            dtype=DType.FP32,
+        )
+        builder.wait_for(row)
+    builder.memory_bound(
+        "cross_entropy_gradient",
+        OpKind.LOSS,
+        read=logits,
+        written=logits,
+        access="reduction",
+        dtype=context.dtype,
+    )
+
+
+def _unfused_loss_forward(builder: ProgramBuilder, context: LoweringContext, logits: Tensor) -> Tensor:
+    """Megatron's vocab-parallel cross entropy: fp32 copy, maximum, exponentials in place, sum, division."""
+    elements = float(context.tokens) * context.local_vocab
+    half, single = context.item * elements, 4 * elements
+
+    def reduce_over_ranks(name: str) -> None:
+        if context.tp > 1:
+            row = builder.collective(
+                name,
+                Communication.ALL_REDUCE,
+                4.0 * context.tokens,
+                Dimension.TP,
+                context.group(Dimension.TP),
+                dtype=DType.FP32,
+            )
+            builder.wait_for(row)
+
+    def kernel(name: str, read: float, written: float, access: str = "stream") -> int:
+        kind = OpKind.CAST if name == "logits_to_fp32" else OpKind.LOSS
+        return builder.memory_bound(
+            name, kind, read=read, written=written, access=access, dtype=DType.FP32
+        )
+
+    row = kernel("logits_to_fp32", half, single)
+    softmax = builder.activation("softmax_fp32", single, row)
+    kernel("logits_maximum", single, 4.0 * context.tokens, "reduction")
+    reduce_over_ranks("loss_maximum_all_reduce")
+    kernel("logits_subtract_maximum", single, single)
+    kernel("predicted_logits", 4.0 * context.tokens, 4.0 * context.tokens, "strided")
+    reduce_over_ranks("loss_predicted_all_reduce")
+    kernel("logits_exponential", single, single)
+    kernel("exponential_sum", single, 4.0 * context.tokens, "reduction")
+    reduce_over_ranks("loss_sum_all_reduce")
+    row = kernel("softmax_divide", single, single)
+    builder.release(logits, row)
+    return softmax
+
+
+def head_backward(builder: ProgramBuilder, context: LoweringContext, saved: HeadSaved) -> Tensor:
+    """Emit the backward pass of loss, head and final norm; returns the gradient of the last hidden state."""
+    builder.layer, builder.module = -1, "loss"
+    elements = float(context.tokens) * context.local_vocab
+    half = context.item * elements
+    if context.training.cross_entropy_fusion:
+        builder.memory_bound(
+            "cross_entropy_backward", OpKind.LOSS, read=half, written=half, dtype=context.dtype
+        )
+        d_logits = saved.logits
+    else:
+        builder.memory_bound(
+            "cross_entropy_backward", OpKind.LOSS, read=4 * elements, written=4 * elements, dtype=DType.FP32
+        )
+        row = builder.memory_bound(
+            "logit_gradient_cast", OpKind.CAST, read=4 * elements, written=half, dtype=context.dtype
+        )
+        d_logits = builder.temporary("logit_gradient", half, row)
+        builder.release(saved.logits, row)
+    builder.module = "head"
+    return _head_linear_backward(builder, context, saved, d_logits)
+
+
+def _head_linear_backward(
+    builder: ProgramBuilder, context: LoweringContext, saved: HeadSaved, d_logits: Tensor
+) -> Tensor:
+    hidden, size, vocab = context.model.hidden_size, context.hidden_bytes, context.local_vocab
+    gathered: Tensor | None = None
+    gather = -1
+    if context.sequence_parallel:
+        gather = builder.collective(
+            "head_input_all_gather",
+            Communication.ALL_GATHER,
+            context.gathered_bytes,
+            Dimension.TP,
+            context.group(Dimension.TP),
+            dtype=context.dtype,
+        )
+        gathered = builder.temporary("gathered_input", context.gathered_bytes, gather)
+    shape = GemmShape(context.tokens, hidden, vocab, "NN", dtype=context.dtype, output=context.dtype)
+    row = builder.gemm("head_dgrad", shape)
+    d_normalized = builder.temporary("head_input_gradient", context.gathered_bytes, row)
+    reduction = -1
+    if context.tp > 1:
+        scatter = context.sequence_parallel
+        reduction = builder.collective(
+            f"head_gradient_{'reduce_scatter' if scatter else 'all_reduce'}",
+            Communication.REDUCE_SCATTER if scatter else Communication.ALL_REDUCE,
+            context.gathered_bytes,
+            Dimension.TP,
+            context.group(Dimension.TP),
+            dtype=context.dtype,
+        )
+    if gather >= 0:
+        builder.wait_for(gather)
+    shape = GemmShape(
+        vocab, hidden, context.tokens, "NT", context.dtype, context.gradient_dtype, accumulate=True
+    )
+    row = builder.gemm("head_wgrad", shape, phase=Phase.BACKWARD_WEIGHT)
+    builder.gradient_rows["output_layer"] = row
+    builder.release(d_logits, row)
+    builder.release(saved.normalized, row)
+    if gathered is not None:
+        builder.release(gathered, row)
+    if reduction >= 0:
+        builder.wait_for(reduction)
+    if context.sequence_parallel:
+        builder.release(d_normalized, reduction)
+        d_normalized = builder.temporary("head_reduced_gradient", size, reduction)
+    row = builder.memory_bound(
+        "final_norm_backward", OpKind.NORM, read=2 * size, written=size, access="reduction", dtype=context.dtype
+    )
+    builder.gradient_rows["decoder.final_layernorm"] = row
+    builder.release(d_normalized, row)
+    builder.release(saved.norm_input, row)
+    return builder.temporary("hidden_state_gradient", size, row)

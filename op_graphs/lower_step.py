@@ -1,0 +1,232 @@
+"""Lowering of what frames a training step on a rank: zeroing gradients before, synchronising and the optimizer after.
+
+Order and kernels are Megatron-Core's (``training.py``, ``optimizer/optimizer.py``, ``finalize_model_grads.py``):
+zero the gradient buffer; ...; reduce what was not reduced under the backward pass; sum norm gradients over the
+tensor-parallel ranks (sequence parallelism) and tied embedding gradients over first and last stage; gradient norm and
+its all-reduce; clip; Adam over the shard; copy to the model's weights; gather the weights unless the next forward
+pass does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .lower_stage import ChunkPrograms, emit_gradient_reduction
+from .lowering_context import LoweringContext
+from .parameters import elements_of
+from .program import Program, ProgramBuilder
+from .vocabulary import Communication, Dimension, DType, MemoryCategory, OpKind, Phase
+
+RENDEZVOUS_GRADIENT_NORM = "gradient_norm_all_reduce"
+RENDEZVOUS_TIED_EMBEDDING = "tied_embedding_all_reduce"
+
+_STATES_PER_PARAMETER = {"adam": 2, "sgd": 1}
+
+
+@dataclass(frozen=True)
+class PersistentBuffer:
+    """Memory that lives as long as the job."""
+
+    name: str
+    size: int
+    category: MemoryCategory
+
+
+@dataclass(frozen=True)
+class RankPrograms:
+    """Everything one rank runs in a step."""
+
+    rank: int
+    chunks: tuple[ChunkPrograms, ...]
+    before: Program
+    after: Program
+    persistent: tuple[PersistentBuffer, ...]
+    receive_bytes: int
+    """Bytes of the tensor passed between neighbouring stages."""
+
+
+def lower_rank(context: LoweringContext, chunks: Sequence[ChunkPrograms], workspace_bytes: int) -> RankPrograms:
+    """Put the programs of a rank together. ``workspace_bytes`` is what libraries allocate for themselves."""
+    return RankPrograms(
+        rank=context.rank,
+        chunks=tuple(chunks),
+        before=_before(context, chunks),
+        after=_after(context, chunks),
+        persistent=tuple(_persistent(context, chunks, workspace_bytes)),
+        receive_bytes=round(context.hidden_bytes),
+    )
+
+
+def parameter_elements(chunks: Sequence[ChunkPrograms]) -> int:
+    """Parameters a rank holds."""
+    return sum(elements_of(chunk.parameters) for chunk in chunks)
+
+
+def _shard_size(context: LoweringContext) -> int:
+    return context.parallel.dp * context.parallel.cp if context.parallel.zero >= 1 else 1
+
+
+def _before(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> Program:
+    builder = ProgramBuilder(context.names, chunk=-1, phase=Phase.OPTIMIZER)
+    builder.module = "optimizer"
+    builder.memory_bound(
+        "zero_gradients",
+        OpKind.MEMSET,
+        read=0,
+        written=context.gradient_dtype.itemsize * parameter_elements(chunks),
+        dtype=context.gradient_dtype,
+    )
+    return builder.build()
+
+
+def _after(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> Program:
+    builder = ProgramBuilder(context.names, chunk=-1, phase=Phase.GRADIENT_SYNC)
+    parallel = context.parallel
+    if parallel.dp * parallel.cp > 1 and not context.overlap.grad_reduce:
+        for chunk in chunks:
+            for bucket in chunk.buckets:
+                builder.wait_for(emit_gradient_reduction(builder, context, bucket.elements))
+    builder.module = "optimizer"
+    _reduce_replicated_gradients(builder, context, chunks)
+    _optimizer_step(builder, context, chunks)
+    gathers = parallel.zero >= 1 and parallel.dp * parallel.cp > 1 and not context.overlap.param_gather
+    if gathers:
+        builder.module = "data_parallel"
+        for chunk in chunks:
+            builder.collective(
+                "parameter_all_gather",
+                Communication.ALL_GATHER,
+                context.item * elements_of(chunk.parameters),
+                Dimension.DP,
+                context.group(Dimension.DP),
+                phase=Phase.PARAM_SYNC,
+                dtype=context.dtype,
+            )
+    return builder.build()
+
+
+def _reduce_replicated_gradients(
+    builder: ProgramBuilder, context: LoweringContext, chunks: Sequence[ChunkPrograms]
+) -> None:
+    """Sum the gradients of tensors whose copies each saw a part of the tokens, and of tied embeddings."""
+    item = context.gradient_dtype.itemsize
+    partial = sum(t.elements for c in chunks for t in c.parameters if t.reduced_over_tp)
+    if partial:
+        size = item * partial
+        builder.memory_bound(
+            "replicated_gradient_copy",
+            OpKind.MEMCPY,
+            read=size,
+            written=size,
+            dtype=context.gradient_dtype,
+        )
+        row = builder.collective(
+            "replicated_gradient_all_reduce",
+            Communication.ALL_REDUCE,
+            size,
+            Dimension.TP,
+            context.group(Dimension.TP),
+            dtype=context.gradient_dtype,
+        )
+        builder.wait_for(row)
+    tied = [t for c in chunks for t in c.parameters if t.tied]
+    if tied and context.parallel.pp > 1:
+        at = context.parallel.coordinates(context.rank)
+        ends = tuple(
+            context.parallel.rank_of(tp=at["tp"], cp=at["cp"], dp=at["dp"], pp=stage)
+            for stage in (0, context.parallel.pp - 1)
+        )
+        row = builder.collective(
+            RENDEZVOUS_TIED_EMBEDDING,
+            Communication.ALL_REDUCE,
+            item * elements_of(tied),
+            Dimension.PP,
+            context.names.group("embedding", ends),
+            dtype=context.gradient_dtype,
+        )
+        builder.wait_for(row)
+
+
+def _optimizer_step(
+    builder: ProgramBuilder, context: LoweringContext, chunks: Sequence[ChunkPrograms]
+) -> None:
+    """Gradient norm, clipping and the update of this rank's shard, all bound by memory traffic."""
+    builder.phase = Phase.OPTIMIZER
+    elements = parameter_elements(chunks) / _shard_size(context)
+    gradient = context.gradient_dtype.itemsize * elements
+    if context.dtype is DType.FP16:
+        builder.memory_bound(
+            "gradient_unscale_check_finite",
+            OpKind.OPTIMIZER,
+            read=gradient,
+            written=gradient,
+            dtype=context.gradient_dtype,
+        )
+    builder.memory_bound(
+        "gradient_norm",
+        OpKind.REDUCTION,
+        read=gradient,
+        written=4.0,
+        access="stream",
+        dtype=context.gradient_dtype,
+    )
+    if context.parallel.world_size > 1:
+        row = builder.collective(
+            RENDEZVOUS_GRADIENT_NORM,
+            Communication.ALL_REDUCE,
+            4.0,
+            Dimension.WORLD,
+            context.group(Dimension.WORLD),
+            dtype=DType.FP32,
+        )
+        builder.wait_for(row)
+    builder.memory_bound(
+        "gradient_clip", OpKind.OPTIMIZER, read=gradient, written=gradient, dtype=context.gradient_dtype
+    )
+    # Master weight and states are read and written in fp32, the gradient is read.
+    states = 4.0 * elements * (_STATES_PER_PARAMETER[context.training.optimizer] + 1)
+    builder.memory_bound(
+        context.training.optimizer,
+        OpKind.OPTIMIZER,
+        read=states + gradient,
+        written=states,
+        dtype=DType.FP32,
+    )
+    if context.dtype is not DType.FP32:
+        builder.memory_bound(
+            "master_to_model_weights",
+            OpKind.OPTIMIZER,
+            read=4.0 * elements,
+            written=context.item * elements,
+            dtype=context.dtype,
+        )
+
+
+def _persistent(
+    context: LoweringContext, chunks: Sequence[ChunkPrograms], workspace_bytes: int
+) -> list[PersistentBuffer]:
+    elements = parameter_elements(chunks)
+    states = _STATES_PER_PARAMETER[context.training.optimizer] + (context.dtype is not DType.FP32)
+    buffers = [
+        PersistentBuffer("weights", round(context.item * elements), MemoryCategory.WEIGHTS),
+        PersistentBuffer(
+            "main_gradients", round(context.gradient_dtype.itemsize * elements), MemoryCategory.GRADIENTS
+        ),
+        PersistentBuffer(
+            "optimizer_states",
+            round(4 * states * elements / _shard_size(context)),
+            MemoryCategory.OPTIMIZER_STATES,
+        ),
+        PersistentBuffer("library_workspaces", workspace_bytes, MemoryCategory.TEMPORARY),
+    ]
+    # Transformer Engine returns a dummy gradient to autograd where the GEMM already added the real one to the main
+    # gradient, and keeps one for each distinct weight shape (module/_common.py, get_dummy_wgrad).
+    shapes = {t.shape for c in chunks for t in c.parameters if t.role in ("weight", "head")}
+    buffers += [
+        PersistentBuffer(
+            f"dummy_weight_gradient_{rows}x{columns}", round(context.item * rows * columns), MemoryCategory.GRADIENTS
+        )
+        for rows, columns in sorted(shapes)
+    ]
+    return [buffer for buffer in buffers if buffer.size]

@@ -1,0 +1,124 @@
+"""What every lowering rule needs to know: the sizes one rank works on, its groups and its element types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .model import ModelDescription
+from .plan import OverlapPlan, ParallelPlan, TrainingPlan
+from .program import GraphNames
+from .vocabulary import Dimension, DType
+
+
+@dataclass(frozen=True)
+class LoweringContext:
+    """Model, plan and the sizes of one rank. Sizes are in elements unless they say bytes."""
+
+    model: ModelDescription
+    parallel: ParallelPlan
+    training: TrainingPlan
+    overlap: OverlapPlan
+    names: GraphNames
+    rank: int
+    """Global rank whose groups are used: the representative of its pipeline stage."""
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel degree."""
+        return self.parallel.tp
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations between the tensor-parallel blocks are sharded along the sequence."""
+        return self.parallel.sp and self.tp > 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on this rank, as the tensor-parallel blocks see them: batch * sequence / cp."""
+        return self.training.micro_batch_size * self.training.seq_len // self.parallel.cp
+
+    @property
+    def sharded_tokens(self) -> int:
+        """Tokens between the tensor-parallel blocks: ``tokens / tp`` with sequence parallelism."""
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+    @property
+    def dtype(self) -> DType:
+        """Element type of weights and activations."""
+        return self.training.dtype
+
+    @property
+    def item(self) -> float:
+        """Bytes of a weight or activation element."""
+        return self.dtype.itemsize
+
+    @property
+    def gradient_dtype(self) -> DType:
+        """Element type of the main gradients, in which they are accumulated and reduced."""
+        return self.training.grad_reduce_dtype
+
+    @property
+    def local_query_size(self) -> int:
+        """Query outputs on this rank."""
+        return self.model.query_size // self.tp
+
+    @property
+    def local_kv_heads(self) -> int:
+        """Key and value heads on this rank: at least one, replicated when tp exceeds their number."""
+        return max(1, self.model.kv_heads // self.tp)
+
+    @property
+    def local_kv_size(self) -> int:
+        """Key outputs (and value outputs) on this rank."""
+        return self.local_kv_heads * self.model.head_size
+
+    @property
+    def local_qkv_size(self) -> int:
+        """Outputs of the fused query, key and value projection on this rank."""
+        return self.local_query_size + 2 * self.local_kv_size
+
+    @property
+    def local_ffn_size(self) -> int:
+        """Width after the activation on this rank."""
+        return self.model.ffn_size // self.tp
+
+    @property
+    def local_fc1_size(self) -> int:
+        """Outputs of the first linear on this rank: gate and value together where the MLP is gated."""
+        return self.local_ffn_size * (2 if self.model.gated else 1)
+
+    @property
+    def local_vocab(self) -> int:
+        """Vocabulary rows on this rank, padded as Megatron pads them."""
+        return self.model.padded_vocab(self.tp) // self.tp
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes of a hidden-state tensor over all tokens of the rank."""
+        return self.item * self.tokens * self.model.hidden_size
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Bytes of a hidden-state tensor as it lies between the tensor-parallel blocks."""
+        return self.item * self.sharded_tokens * self.model.hidden_size
+
+    def group(self, dimension: Dimension) -> int:
+        """Index of this rank's process group along a dimension."""
+        ranks = self.parallel.group_ranks(dimension, self.rank)
+        return self.names.group(dimension.name.lower(), ranks)
+
+
+_MODULES = {
+    "input_norm": "input_layernorm",
+    "qkv": "self_attention.linear_qkv",
+    "qk_norm": "self_attention.q_layernorm",
+    "proj": "self_attention.linear_proj",
+    "pre_mlp_norm": "pre_mlp_layernorm",
+    "fc1": "mlp.linear_fc1",
+    "fc2": "mlp.linear_fc2",
+}
+
+
+def layer_parameter(layer: int, part: str) -> str:
+    """Module that holds the parameters of a part of a layer, by its name in ``op_graphs.parameters``."""
+    return f"decoder.layers.{layer}.{_MODULES[part]}"

@@ -1,0 +1,150 @@
+"""The parallel plan and the training settings: plain, validated-elsewhere values that lowering reads.
+
+Where a scenario file is read and its combinations are checked is ``tracesim.scenario``; here live the values and
+the arithmetic of process groups (which rank belongs to which group).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from .vocabulary import DType, Dimension
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Which activations are recomputed in the backward pass.
+
+    ``mode`` is ``none``, ``full`` (whole layers: the input of each block of layers is kept) or ``selective``
+    (``modules`` inside every layer). For ``full``, ``method`` ``uniform`` keeps the input of every group of
+    ``layers`` layers, ``block`` recomputes the first ``layers`` layers of a chunk one by one and keeps the rest
+    (Megatron-LM ``--recompute-method``).
+    """
+
+    mode: str = "none"
+    modules: tuple[str, ...] = ()
+    layers: int = 1
+    method: str = "uniform"
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Batch, precision and optimizer of a step."""
+
+    seq_len: int = 4096
+    micro_batch_size: int = 1
+    num_microbatches: int = 1
+    """Microbatches of one data-parallel rank in a step."""
+    dtype: DType = DType.BF16
+    grad_reduce_dtype: DType = DType.FP32
+    optimizer: str = "adam"
+    recompute: Recompute = field(default_factory=Recompute)
+    cross_entropy_fusion: bool = False
+    attention: str = "flash"
+    """``flash`` (fused kernel, scores never stored) or ``unfused`` (score matrix kept)."""
+
+
+@dataclass(frozen=True)
+class OverlapPlan:
+    """Which communication may run beside compute."""
+
+    grad_reduce: bool = True
+    param_gather: bool = True
+    p2p: bool = True
+    tp: bool = False
+    ep: bool = False
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """Degrees of parallelism, and from them the process groups.
+
+    ``order`` names the dimensions from the fastest varying to the slowest, as Megatron's
+    ``--use-tp-pp-dp-mapping``/``RankGenerator`` does; ``ep`` lies inside ``dp`` and takes no ranks of its own.
+    """
+
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    cp_comm: str = "p2p"
+    pp: int = 1
+    vpp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+    zero: int = 1
+    hsdp_shard: int | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    layout: str | None = None
+    order: str = "tp-cp-ep-dp-pp"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: tp * cp * pp * dp."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages counted over all model chunks: pp * vpp."""
+        return self.pp * self.vpp
+
+    def _strides(self) -> dict[str, int]:
+        strides: dict[str, int] = {}
+        stride = 1
+        for name in self.order.split("-"):
+            if name == "ep":
+                continue
+            strides[name] = stride
+            stride *= getattr(self, name)
+        return strides
+
+    def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """Global rank at the given coordinates."""
+        strides = self._strides()
+        return tp * strides["tp"] + cp * strides["cp"] + dp * strides["dp"] + pp * strides["pp"]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Coordinates ``tp, cp, dp, pp, ep`` of a global rank."""
+        strides = self._strides()
+        found = {name: rank // stride % int(getattr(self, name)) for name, stride in strides.items()}
+        found["ep"] = found["dp"] % self.ep
+        return found
+
+    def group_ranks(self, dimension: Dimension, rank: int) -> tuple[int, ...]:
+        """Global ranks of the group of ``rank`` along a dimension, ascending.
+
+        ``DP`` is the group over which gradients of dense parameters are reduced: dp * cp ranks, as in Megatron.
+        ``WORLD`` is every rank.
+
+        Raises:
+            ValueError: for a dimension along which no group is defined.
+        """
+        return _group_ranks(self, dimension, rank)
+
+
+_VARYING: dict[Dimension, tuple[str, ...]] = {
+    Dimension.TP: ("tp",),
+    Dimension.CP: ("cp",),
+    Dimension.PP: ("pp",),
+    Dimension.DP: ("cp", "dp"),
+    Dimension.WORLD: ("tp", "cp", "dp", "pp"),
+}
+
+
+@lru_cache(maxsize=4096)
+def _group_ranks(plan: ParallelPlan, dimension: Dimension, rank: int) -> tuple[int, ...]:
+    if dimension not in _VARYING:
+        raise ValueError(f"no group of ranks is defined along {dimension.name}")
+    at = plan.coordinates(rank)
+    fixed = {name: at[name] for name in ("tp", "cp", "dp", "pp")}
+    points = _points({name: int(getattr(plan, name)) for name in _VARYING[dimension]})
+    return tuple(sorted(plan.rank_of(**{**fixed, **point}) for point in points))
+
+
+def _points(sizes: dict[str, int]) -> list[dict[str, int]]:
+    points: list[dict[str, int]] = [{}]
+    for name, size in sizes.items():
+        points = [{**point, name: value} for point in points for value in range(size)]
+    return points

@@ -1,0 +1,309 @@
+"""Programs: the operations of one action of one model chunk, before a schedule gives them a place.
+
+A program is a template. Assembly (``schedules.assembly``) copies it once for each microbatch, shifts its row
+numbers and joins the copies. Everything that repeats is therefore lowered once, in plain Python, and multiplied in
+numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .columns import Int8, Int32, Int64, StringTable, Table
+from .graph import OPERATION_DEFAULTS, GemmShape, MemoryShape, Operations, Shape
+from .timeline import CommunicationGroup
+from .vocabulary import Communication, Dimension, DType, MemoryCategory, OpKind, Phase, Stream
+
+_DIMENSION_STREAMS: dict[Dimension, Stream] = {
+    Dimension.TP: Stream.TP,
+    Dimension.CP: Stream.CP,
+    Dimension.EP: Stream.EP,
+    Dimension.DP: Stream.DP,
+    Dimension.WORLD: Stream.DP,
+    Dimension.PP: Stream.DP,
+}
+
+
+@dataclass(frozen=True)
+class ProgramBuffers(Table):
+    """Buffers of a program. ``release`` is -1 for what the matching backward program releases (saved activations)."""
+
+    allocate: Int64
+    release: Int64
+    size: Int64
+    category: Int8
+    name: Int32
+
+
+@dataclass(frozen=True)
+class Program:
+    """The operations of one action, with row numbers that start at 0."""
+
+    operations: Operations
+    dependency_rows: Int64
+    """Pairs ``(row, dependency)``: this side is the row that waits."""
+    dependencies: Int64
+    buffers: ProgramBuffers
+    saved_release: Int64
+    """For each buffer of the matching forward program: the row here that releases it, or -1."""
+    input_row: int = 0
+    """Row that consumes the tensor received from the neighbouring stage."""
+    output_row: int = -1
+    """Row that produces the tensor sent to the neighbouring stage; -1 if nothing is sent."""
+    gradient_rows: dict[str, int] = field(default_factory=dict)
+    """Parameter name -> row that completes its gradient."""
+    parameter_rows: dict[str, int] = field(default_factory=dict)
+    """Parameter name -> first row that reads it."""
+
+    def __len__(self) -> int:
+        return len(self.operations)
+
+
+class GraphNames:
+    """Strings, shapes and groups shared by all programs of a graph, interned in order of first use."""
+
+    def __init__(self) -> None:
+        self.strings = StringTable()
+        self._groups: dict[CommunicationGroup, int] = {}
+        self._shapes: dict[Shape, int] = {}
+
+    def shape(self, shape: Shape) -> int:
+        """Index of a shape signature; -1 for none."""
+        if shape is None:
+            return -1
+        return self._shapes.setdefault(shape, len(self._shapes))
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """All shape signatures, at their index."""
+        return tuple(self._shapes)
+
+    def group(self, name: str, ranks: tuple[int, ...]) -> int:
+        """Index of a process group."""
+        return self._groups.setdefault(CommunicationGroup(name, ranks, len(ranks)), len(self._groups))
+
+    def groups(self) -> tuple[CommunicationGroup, ...]:
+        """All process groups, at their index."""
+        return tuple(self._groups)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A buffer of a program under construction."""
+
+    owner: ProgramBuilder
+    index: int
+
+
+class ProgramBuilder:
+    """Collects the operations of a program in the order the framework launches them.
+
+    Compute runs on one stream in program order, so only cross-stream dependencies are stored: a collective waits
+    for the compute before it, and the next compute operation waits for the collectives named in :meth:`wait_for`.
+    """
+
+    def __init__(self, names: GraphNames, *, chunk: int, phase: Phase, forward: ProgramBuilder | None = None) -> None:
+        self.names = names
+        self.phase = phase
+        self.keep_activations = True
+        self.layer = -1
+        self.module = ""
+        self.input_row = 0
+        self.output_row = -1
+        self.gradient_rows: dict[str, int] = {}
+        self.parameter_rows: dict[str, int] = {}
+        self._chunk = chunk
+        self._forward = forward
+        self._rows: list[dict[str, float]] = []
+        self._dependencies: list[tuple[int, int]] = []
+        self._pending: list[int] = []
+        self._last_compute = -1
+        self._buffers: list[list[int]] = []
+        self._saved_release: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def last_row(self) -> int:
+        """Row of the compute operation added last; -1 before the first."""
+        return self._last_compute
+
+    # -- operations ------------------------------------------------------------------------------------------
+
+    def compute(
+        self,
+        name: str,
+        kind: OpKind,
+        *,
+        read: float = 0,
+        written: float = 0,
+        flops: float = 0,
+        shape: Shape = None,
+        dtype: DType = DType.BF16,
+        phase: Phase | None = None,
+    ) -> int:
+        """Add a kernel to the compute stream and return its row. ``read`` and ``written`` are bytes."""
+        row = self._add(
+            name,
+            kind,
+            Stream.COMPUTE,
+            phase,
+            bytes_read=read,
+            bytes_written=written,
+            flops=flops,
+            shape=self.names.shape(shape),
+            dtype=dtype,
+        )
+        self._dependencies += [(row, source) for source in self._pending]
+        self._pending.clear()
+        self._last_compute = row
+        return row
+
+    def gemm(self, name: str, shape: GemmShape, *, phase: Phase | None = None) -> int:
+        """Add a matrix product; FLOPs and traffic follow from its shape."""
+        elements_in = shape.count * (shape.m * shape.k + shape.k * shape.n)
+        elements_out = shape.count * shape.m * shape.n
+        output_bytes = elements_out * shape.output.itemsize
+        return self.compute(
+            name,
+            OpKind.GROUPED_GEMM if shape.count > 1 else OpKind.GEMM,
+            read=elements_in * shape.dtype.itemsize + (output_bytes if shape.accumulate else 0),
+            written=output_bytes,
+            flops=2.0 * shape.count * shape.m * shape.n * shape.k,
+            shape=shape,
+            dtype=shape.dtype,
+            phase=phase,
+        )
+
+    def memory_bound(
+        self,
+        name: str,
+        kind: OpKind,
+        *,
+        read: float,
+        written: float,
+        access: str = "stream",
+        passes: int = 1,
+        dtype: DType = DType.BF16,
+        phase: Phase | None = None,
+    ) -> int:
+        """Add a kernel whose time is its memory traffic."""
+        shape = MemoryShape(access, passes)
+        return self.compute(name, kind, read=read, written=written, shape=shape, dtype=dtype, phase=phase)
+
+    def collective(
+        self,
+        name: str,
+        communication: Communication,
+        size: float,
+        dimension: Dimension,
+        group: int,
+        *,
+        after: Sequence[int] | None = None,
+        phase: Phase | None = None,
+        dtype: DType = DType.BF16,
+    ) -> int:
+        """Add a collective over a full message of ``size`` bytes on its dimension's stream; returns its row.
+
+        It waits for the rows in ``after``, by default for the compute operation added last.
+        """
+        row = self._add(
+            name,
+            OpKind.COLLECTIVE,
+            _DIMENSION_STREAMS[dimension],
+            phase,
+            communication=communication,
+            communication_bytes=size,
+            group=group,
+            dtype=dtype,
+        )
+        sources = [self._last_compute] if after is None else list(after)
+        self._dependencies += [(row, source) for source in sources if source >= 0]
+        # Nothing was launched before it in this program: it inherits what the first compute would have waited for.
+        return row
+
+    def wait_for(self, *rows: int) -> None:
+        """Make the next compute operation wait for these rows."""
+        self._pending.extend(rows)
+
+    def depend(self, row: int, source: int) -> None:
+        """Make one row wait for another."""
+        self._dependencies.append((row, source))
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def allocate(self, name: str, size: float, row: int, category: MemoryCategory) -> Tensor:
+        """A buffer of ``size`` bytes that exists from the start of ``row`` until it is released."""
+        self._buffers.append([row, -1, round(size), int(category), self.names.strings.intern(name)])
+        return Tensor(self, len(self._buffers) - 1)
+
+    def activation(self, name: str, size: float, row: int) -> Tensor:
+        """A buffer for an activation."""
+        return self.allocate(name, size, row, MemoryCategory.ACTIVATIONS)
+
+    def temporary(self, name: str, size: float, row: int, until: int | None = None) -> Tensor:
+        """A buffer that this program releases itself, at the end of ``until`` if that is known already."""
+        tensor = self.allocate(name, size, row, MemoryCategory.TEMPORARY)
+        if until is not None:
+            self.release(tensor, until)
+        return tensor
+
+    def release(self, tensor: Tensor, row: int) -> None:
+        """Release a buffer of this program, or of the forward program this one is the backward of."""
+        if tensor.owner is self:
+            self._buffers[tensor.index][1] = row
+        elif tensor.owner is self._forward:
+            self._saved_release[tensor.index] = row
+        else:
+            raise AssertionError("a buffer can be released by its own program or by the matching backward only")
+
+    def forget_unless_kept(self, tensor: Tensor, row: int) -> None:
+        """Release an activation after its last use in forward, unless it is kept for the backward pass."""
+        if not self.keep_activations:
+            self.release(tensor, row)
+
+    # -- result ----------------------------------------------------------------------------------------------
+
+    def build(self) -> Program:
+        """The finished program."""
+        pairs = np.array(self._dependencies, dtype=np.int64).reshape(-1, 2)
+        buffers = np.array(self._buffers, dtype=np.int64).reshape(-1, 5)
+        saved = np.full(len(self._forward._buffers) if self._forward else 0, -1, dtype=np.int64)
+        for index, row in self._saved_release.items():
+            saved[index] = row
+        return Program(
+            operations=Operations.from_rows(self._rows, **OPERATION_DEFAULTS),
+            dependency_rows=pairs[:, 0].copy(),
+            dependencies=pairs[:, 1].copy(),
+            buffers=ProgramBuffers(
+                allocate=buffers[:, 0],
+                release=buffers[:, 1],
+                size=buffers[:, 2],
+                category=buffers[:, 3].astype(np.int8),
+                name=buffers[:, 4].astype(np.int32),
+            ),
+            saved_release=saved,
+            input_row=self.input_row,
+            output_row=self.output_row,
+            gradient_rows=dict(self.gradient_rows),
+            parameter_rows=dict(self.parameter_rows),
+        )
+
+    def _add(self, name: str, kind: OpKind, stream: Stream, phase: Phase | None, **columns: float) -> int:
+        strings = self.names.strings
+        self._rows.append(
+            {
+                "name": strings.intern(name),
+                "kind": kind,
+                "stream": stream,
+                "phase": self.phase if phase is None else phase,
+                "layer": self.layer,
+                "module": strings.intern(self.module) if self.module else -1,
+                "chunk": self._chunk,
+                **columns,
+            }
+        )
+        return len(self._rows) - 1

@@ -1,0 +1,344 @@
+"""Assembly: programs + pipeline schedule -> OpGraph.
+
+Each action of the schedule becomes a copy of its program, a segment; sends and receives become single operations
+joined by a rendezvous. What is decided here is only order and waiting:
+
+- Compute of a rank runs in the order of its actions.
+- A receive is posted when the action before the one that needs it starts (``overlap.p2p``), or when the compute
+  before it in the row has ended (not overlapped; then the next compute also waits for every transfer of the batch,
+  as Megatron-LM's non-interleaved schedule does).
+- The step ends with the programs that synchronise gradients and update weights, which wait for all streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from op_graphs.columns import Int64
+from op_graphs.graph import OPERATION_DEFAULTS, Buffers, OpGraph, Operations, Segments
+from op_graphs.lower_step import RankPrograms
+from op_graphs.plan import OverlapPlan
+from op_graphs.program import GraphNames, Program, ProgramBuffers
+from op_graphs.vocabulary import Communication, OpKind, Phase, Stream
+
+from .actions import Action, ActionKind, Schedule
+
+_TRANSFERS: dict[ActionKind, tuple[str, Communication, Stream, Phase]] = {
+    ActionKind.SEND_F: ("send_activation", Communication.SEND, Stream.PP_SEND_NEXT, Phase.FORWARD),
+    ActionKind.RECV_F: ("receive_activation", Communication.RECEIVE, Stream.PP_RECEIVE_PREVIOUS, Phase.FORWARD),
+    ActionKind.SEND_B: ("send_gradient", Communication.SEND, Stream.PP_SEND_PREVIOUS, Phase.BACKWARD_INPUT),
+    ActionKind.RECV_B: ("receive_gradient", Communication.RECEIVE, Stream.PP_RECEIVE_NEXT, Phase.BACKWARD_INPUT),
+}
+
+
+def assemble(
+    programs: Sequence[RankPrograms],
+    schedule: Schedule,
+    overlap: OverlapPlan,
+    names: GraphNames,
+) -> OpGraph:
+    """Lay the programs of every pipeline rank out in the order of a schedule with communication.
+
+    ``programs`` has one entry a pipeline rank; ``schedule`` must hold its sends and receives
+    (:func:`schedules.communication.add_communication`).
+    """
+    assembly = _Assembly(programs, schedule, overlap, names)
+    for rank in range(schedule.pp):
+        assembly.add_rank(rank)
+    return assembly.finish()
+
+
+@dataclass
+class _Part:
+    """A copied program, or a single transfer."""
+
+    program: Program
+    base: int
+    rank: int
+    microbatch: int
+    name: str
+    stage: int
+    action: Action | None
+
+
+@dataclass
+class _RankState:
+    """Where a rank's row stands."""
+
+    compute_ends: list[int] = field(default_factory=list)
+    """Last compute row of each action so far."""
+    batch: list[int] = field(default_factory=list)
+    """Transfers since the last compute action."""
+    stream_ends: dict[int, int] = field(default_factory=dict)
+    """Last row on each stream."""
+
+
+class _Assembly:
+    def __init__(
+        self, programs: Sequence[RankPrograms], schedule: Schedule, overlap: OverlapPlan, names: GraphNames
+    ) -> None:
+        self.programs = programs
+        self.schedule = schedule
+        self.overlap = overlap
+        self.names = names
+        self.parts: list[_Part] = []
+        self.rows = 0
+        self.edges: list[tuple[int, int]] = []
+        self.by_action: dict[Action, _Part] = {}
+        self.transfer_rows: dict[Action, int] = {}
+        self.produced: dict[Action, int] = {}
+        self._transfer_programs: dict[tuple[ActionKind, int, int], Program] = {}
+        self._stream_rows: dict[int, tuple[tuple[int, int], ...]] = {}
+
+    # -- one rank after another ------------------------------------------------------------------------------
+
+    def add_rank(self, rank: int) -> None:
+        state = _RankState()
+        programs = self.programs[rank]
+        self._add(state, programs.before, rank, "zero_gradients", None)
+        first, last = _edges_of_chunks(self.schedule, rank)
+        for action in self.schedule.actions[rank]:
+            if action.is_send or action.is_receive:
+                self._add_transfer(state, action, rank)
+            elif action.kind in (ActionKind.FORWARD, ActionKind.FULL_BACKWARD):
+                chunk = programs.chunks[action.stage // self.schedule.pp]
+                if action.kind is ActionKind.FORWARD:
+                    program = chunk.forward_first if action in first else chunk.forward
+                else:
+                    program = chunk.backward_last if action in last else chunk.backward
+                self._add_compute(state, program, action, rank)
+            else:
+                raise ValueError(f"action {action} of schedule {self.schedule.name} has no program yet")
+        ends = list(state.stream_ends.values())
+        after = self._add(state, programs.after, rank, "optimizer", None)
+        self.edges += [(after.base, row) for row in ends]
+
+    def _add_compute(self, state: _RankState, program: Program, action: Action, rank: int) -> None:
+        name = f"{'F' if action.kind is ActionKind.FORWARD else 'B'}{action.microbatch}"
+        part = self._add(state, program, rank, name, action)
+        self.by_action[action] = part
+        entry = part.base + program.input_row
+        step = 1 if action.kind is ActionKind.FORWARD else -1
+        receive = Action(
+            action.stage, ActionKind.RECV_F if step == 1 else ActionKind.RECV_B, action.microbatch
+        )
+        if receive in self.transfer_rows:
+            self.edges.append((entry, self.transfer_rows[receive]))
+        neighbour = self.produced.get(Action(action.stage - step, action.kind, action.microbatch))
+        if neighbour is not None and self.schedule.stage_rank(action.stage - step) == rank:
+            self.edges.append((entry, neighbour))
+        if not self.overlap.p2p:
+            self.edges += [(part.base, row) for row in state.batch]
+        state.batch.clear()
+        if program.output_row >= 0:
+            self.produced[action] = part.base + program.output_row
+        state.compute_ends.append(state.stream_ends[Stream.COMPUTE])
+
+    def _add_transfer(self, state: _RankState, action: Action, rank: int) -> None:
+        peer_rank = self.schedule.stage_rank(action.peer.stage)
+        part = self._add(state, self._transfer_program(action.kind, rank, peer_rank), rank, "", action)
+        self.transfer_rows[action] = part.base
+        if action.is_send:
+            kind = ActionKind.FORWARD if action.kind is ActionKind.SEND_F else ActionKind.FULL_BACKWARD
+            self.edges.append((part.base, self.produced[Action(action.stage, kind, action.microbatch)]))
+        else:
+            posted_after = 2 if self.overlap.p2p else 1
+            if len(state.compute_ends) >= posted_after:
+                self.edges.append((part.base, state.compute_ends[-posted_after]))
+        state.batch.append(part.base)
+
+    def _add(self, state: _RankState, program: Program, rank: int, name: str, action: Action | None) -> _Part:
+        part = _Part(
+            program,
+            self.rows,
+            rank,
+            action.microbatch if action else -1,
+            name,
+            action.stage if action else -1,
+            action,
+        )
+        streams = self._streams(program)
+        # A program that opens with a collective launches it behind the compute before it.
+        if len(program) and program.operations.stream[0] != Stream.COMPUTE and not (action and not action.is_compute):
+            previous = state.stream_ends.get(Stream.COMPUTE)
+            if previous is not None:
+                self.edges.append((part.base, previous))
+        for stream, row in streams:
+            state.stream_ends[stream] = part.base + row
+        self.parts.append(part)
+        self.rows += len(program)
+        return part
+
+    def _streams(self, program: Program) -> tuple[tuple[int, int], ...]:
+        """Streams of a program with the last row on each."""
+        key = id(program)
+        if key not in self._stream_rows:
+            last = {int(stream): row for row, stream in enumerate(program.operations.stream)}
+            self._stream_rows[key] = tuple(last.items())
+        return self._stream_rows[key]
+
+    def _transfer_program(self, kind: ActionKind, rank: int, peer: int) -> Program:
+        key = (kind, rank, peer)
+        if key not in self._transfer_programs:
+            name, communication, stream, phase = _TRANSFERS[kind]
+            ends = (self.programs[rank].rank, self.programs[peer].rank)
+            ends = ends if communication is Communication.SEND else (ends[1], ends[0])
+            size = self.programs[rank].receive_bytes
+            row = {
+                "name": self.names.strings.intern(name),
+                "kind": OpKind.P2P,
+                "stream": stream,
+                "phase": phase,
+                "communication": communication,
+                "communication_bytes": size,
+                "group": self.names.group("pp", ends),
+            }
+            self._transfer_programs[key] = _single_operation(row)
+        return self._transfer_programs[key]
+
+    # -- putting the parts together --------------------------------------------------------------------------
+
+    def finish(self) -> OpGraph:
+        lengths = np.array([len(part.program) for part in self.parts])
+        operations = Operations.concatenate(part.program.operations for part in self.parts)
+        operations = operations.with_columns(
+            rank=np.repeat([part.rank for part in self.parts], lengths),
+            microbatch=np.repeat([part.microbatch for part in self.parts], lengths),
+            rendezvous=self._rendezvous(),
+        )
+        rows = [part.program.dependency_rows + part.base for part in self.parts]
+        sources = [part.program.dependencies + part.base for part in self.parts]
+        extra = np.array(self.edges, dtype=np.int64).reshape(-1, 2)
+        offsets, dependencies = _to_csr(
+            np.concatenate([*rows, extra[:, 0]]), np.concatenate([*sources, extra[:, 1]]), self.rows
+        )
+        buffers = self._buffers()
+        segments = self._segments()
+        return OpGraph(
+            strings=self.names.strings.strings(),
+            ranks=np.array([programs.rank for programs in self.programs], dtype=np.int64),
+            operations=operations,
+            dependency_offsets=offsets,
+            dependencies=dependencies,
+            segments=segments,
+            buffers=buffers,
+            shapes=self.names.shapes(),
+            groups=self.names.groups(),
+        )
+
+    def _segments(self) -> Segments:
+        templates: dict[int, int] = {}
+        drawn = [part for part in self.parts if part.name and len(part.program)]
+        return Segments.from_rows(
+            {
+                "begin": part.base,
+                "end": part.base + len(part.program),
+                "template": templates.setdefault(id(part.program), len(templates)),
+                "name": self.names.strings.intern(part.name),
+                "rank": part.rank,
+                "stage": part.stage,
+                "microbatch": part.microbatch,
+            }
+            for part in drawn
+        )
+
+    def _rendezvous(self) -> Int64:
+        """Ids of operations that several represented ranks enter together."""
+        ids = np.full(self.rows, -1, dtype=np.int64)
+        following = 0
+        for action, row in self.transfer_rows.items():
+            if action.is_send and action.peer in self.transfer_rows:
+                ids[row] = ids[self.transfer_rows[action.peer]] = following
+                following += 1
+        represented = {programs.rank for programs in self.programs}
+        spanning = {
+            number
+            for number, group in enumerate(self.names.groups())
+            if len(represented.intersection(group.ranks)) > 1
+        }
+        shared: dict[tuple[int, int], int] = {}
+        for part in self.parts:
+            if part.action is not None:
+                continue
+            seen: dict[int, int] = {}
+            for row, group in enumerate(part.program.operations.group.tolist()):
+                if group in spanning:
+                    occurrence = seen[group] = seen.get(group, -1) + 1
+                    if (group, occurrence) not in shared:
+                        shared[group, occurrence] = following
+                        following += 1
+                    ids[part.base + row] = shared[group, occurrence]
+        return ids
+
+    def _buffers(self) -> Buffers:
+        tables = [self._persistent_buffers()]
+        for part in self.parts:
+            held = part.program.buffers
+            if not len(held):
+                continue
+            release = np.where(held.release >= 0, held.release + part.base, -1)
+            if part.action is not None and part.action.kind is ActionKind.FORWARD:
+                matching = self.by_action.get(
+                    Action(part.action.stage, ActionKind.FULL_BACKWARD, part.action.microbatch)
+                )
+                if matching is not None:
+                    saved = matching.program.saved_release
+                    release = np.where(saved >= 0, saved + matching.base, release)
+            tables.append(
+                Buffers(
+                    rank=np.full(len(held), part.rank, dtype=np.int32),
+                    allocate=held.allocate + part.base,
+                    release=release,
+                    size=held.size,
+                    category=held.category,
+                    name=held.name,
+                )
+            )
+        return Buffers.concatenate(tables)
+
+    def _persistent_buffers(self) -> Buffers:
+        return Buffers.from_rows(
+            {
+                "rank": rank,
+                "allocate": -1,
+                "release": -1,
+                "size": buffer.size,
+                "category": buffer.category,
+                "name": self.names.strings.intern(buffer.name),
+            }
+            for rank, programs in enumerate(self.programs)
+            for buffer in programs.persistent
+        )
+
+
+def _edges_of_chunks(schedule: Schedule, rank: int) -> tuple[set[Action], set[Action]]:
+    """First forward and last backward of each stage on a rank, in the order of its row."""
+    first: dict[int, Action] = {}
+    last: dict[int, Action] = {}
+    for action in schedule.actions[rank]:
+        if action.kind is ActionKind.FORWARD:
+            first.setdefault(action.stage, action)
+        elif action.kind is ActionKind.FULL_BACKWARD:
+            last[action.stage] = action
+    return set(first.values()), set(last.values())
+
+
+def _single_operation(row: dict[str, int]) -> Program:
+    nothing = np.empty(0, dtype=np.int64)
+    return Program(
+        operations=Operations.from_rows([row], **OPERATION_DEFAULTS),
+        dependency_rows=nothing,
+        dependencies=nothing,
+        buffers=ProgramBuffers.empty(),
+        saved_release=nothing,
+    )
+
+
+def _to_csr(rows: Int64, sources: Int64, count: int) -> tuple[Int64, Int64]:
+    order = np.argsort(rows, kind="stable")
+    offsets = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(np.bincount(rows, minlength=count), out=offsets[1:])
+    return offsets, sources[order]

@@ -1,0 +1,146 @@
+"""The pass that writes out sends and receives between pipeline ranks: compute-only schedule -> schedule.
+
+A send stands right after the action that produces what it sends, a receive right before the action that consumes
+it. The transfers between two compute actions of a rank are one *batch*: posted together, and all have ended before
+the rank computes on. This is how Megatron-LM pairs them (``send_forward_recv_backward``), so that two neighbours
+that send to each other do not wait for each other's receive.
+
+With sends that block until their receive is posted, a late receive can still hold up its sender so long that all
+ranks wait (interleaved schedules whose groups are larger than the pipeline). The pass runs the batches once, and
+where all ranks wait it moves the receive with most time to spare to where its rank stands: mostly one on the first
+or last rank, from the other end of the pipeline. The result runs with blocking and with non-blocking sends.
+"""
+
+from __future__ import annotations
+
+from .actions import Action, ActionKind, Schedule, ScheduleError
+from .check import check_schedule
+from .order import gradient_source, requirements
+
+
+def add_communication(schedule: Schedule) -> Schedule:
+    """The schedule with ``SEND_F``, ``RECV_F``, ``SEND_B`` and ``RECV_B`` wherever data crosses ranks.
+
+    Raises:
+        ScheduleError: if the schedule holds sends or receives already, or is broken (see
+            :func:`~schedules.check.check_schedule`).
+    """
+    if schedule.has_communication:
+        raise ScheduleError(f"schedule {schedule.name} holds sends or receives already; drop them first")
+    check_schedule(schedule)
+    return schedule.with_actions(_Placement(schedule).run())
+
+
+def without_communication(schedule: Schedule) -> Schedule:
+    """The schedule without its sends and receives."""
+    return schedule.with_actions(
+        tuple(
+            tuple(action for action in row if not (action.is_send or action.is_receive))
+            for row in schedule.actions
+        )
+    )
+
+
+def sends_after(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    """Sends of what ``action`` produces for a stage on another rank."""
+    sends = []
+    for part in action.parts:
+        if part.kind is ActionKind.FORWARD:
+            send, neighbour = Action(part.stage, ActionKind.SEND_F, part.microbatch), part.stage + 1
+        elif part == gradient_source(schedule, part.stage, part.microbatch):
+            send, neighbour = Action(part.stage, ActionKind.SEND_B, part.microbatch), part.stage - 1
+        else:
+            continue
+        if 0 <= neighbour < schedule.stages and schedule.stage_rank(neighbour) != schedule.stage_rank(
+            part.stage
+        ):
+            sends.append(send)
+    return tuple(sends)
+
+
+def receives_before(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    """Receives of what ``action`` consumes from a stage on another rank."""
+    rank = schedule.stage_rank(action.parts[0].stage)
+    return tuple(
+        send.peer
+        for need in requirements(action, schedule)
+        if schedule.stage_rank(need.stage) != rank
+        for send in sends_after(need, schedule)
+        if send.peer.stage in {part.stage for part in action.parts}
+    )
+
+
+class _Placement:
+    """Runs the batches of all ranks with blocking sends, and writes the rows as it goes."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.rows: list[list[Action]] = [[] for _ in range(schedule.pp)]
+        self.steps = [0] * schedule.pp
+        self.open: list[set[Action]] = [set() for _ in range(schedule.pp)]
+        """Transfers of each rank's batch that have not ended."""
+        self.posted: dict[Action, int] = {}
+        """Serial number of every transfer posted so far."""
+
+    def run(self) -> tuple[tuple[Action, ...], ...]:
+        """The rows with communication."""
+        ranks = range(self.schedule.pp)
+        for rank in ranks:
+            self._post_receives(rank)
+        while True:
+            moved = [self._advance(rank) for rank in ranks]
+            if any(moved):
+                continue
+            if all(
+                self.steps[rank] == len(self.schedule.actions[rank]) and not self.open[rank] for rank in ranks
+            ):
+                return tuple(map(tuple, self.rows))
+            self._pull_receive()
+
+    def _advance(self, rank: int) -> bool:
+        """Execute the rank's next actions while its batch has ended; whether any was executed."""
+        moved = False
+        row = self.schedule.actions[rank]
+        while not self.open[rank] and self.steps[rank] < len(row):
+            action = row[self.steps[rank]]
+            self.steps[rank] += 1
+            self.rows[rank].append(action)
+            for send in sends_after(action, self.schedule):
+                self._post(rank, send)
+            self._post_receives(rank)
+            moved = True
+        return moved
+
+    def _post_receives(self, rank: int) -> None:
+        if self.steps[rank] < len(self.schedule.actions[rank]):
+            for receive in receives_before(self.schedule.actions[rank][self.steps[rank]], self.schedule):
+                if receive not in self.posted:
+                    self._post(rank, receive)
+
+    def _post(self, rank: int, transfer: Action) -> None:
+        """Put a transfer into the rank's batch; it ends at once if the other side is posted."""
+        self.rows[rank].append(transfer)
+        self.posted[transfer] = len(self.posted)
+        peer = transfer.peer
+        if peer in self.posted:
+            self.open[self.schedule.stage_rank(peer.stage)].discard(peer)
+        else:
+            self.open[rank].add(transfer)
+
+    def _pull_receive(self) -> None:
+        """Move a receive to where its rank stands: the one whose consumer is farthest away, the oldest of several."""
+        held_up = [send for ended in self.open for send in ended if send.is_send]
+        assert held_up, (
+            "a schedule that runs with sends that never block is stuck only where a send is held up"
+        )
+        receive = max(held_up, key=lambda send: (self._distance(send.peer), -self.posted[send])).peer
+        self._post(self.schedule.stage_rank(receive.stage), receive)
+
+    def _distance(self, receive: Action) -> int:
+        """Actions the receiving rank still executes before the one that consumes the transfer."""
+        if receive.kind is ActionKind.RECV_F:
+            consumer = Action(receive.stage, ActionKind.FORWARD, receive.microbatch)
+        else:
+            consumer = gradient_source(self.schedule, receive.stage, receive.microbatch)
+        rank, step = self.schedule.positions[consumer]
+        return step - self.steps[rank]

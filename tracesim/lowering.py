@@ -1,0 +1,59 @@
+"""From a scenario to the operation graph of its representative ranks."""
+
+from __future__ import annotations
+
+from op_graphs.graph import OpGraph
+from op_graphs.lower_stage import Chunk, lower_chunk
+from op_graphs.lower_step import RankPrograms, lower_rank
+from op_graphs.lowering_context import LoweringContext
+from op_graphs.program import GraphNames
+from op_graphs.stage_layout import layers_per_stage
+from schedules.assembly import assemble
+from schedules.check import check_schedule
+from schedules.communication import add_communication
+from schedules.registry import build_schedule
+
+from .memory.workspaces import library_workspace_bytes
+from .scenario import Scenario
+
+
+def lower_scenario(scenario: Scenario) -> OpGraph:
+    """The graph of one training step; one rank of each pipeline stage stands for all ranks of that stage.
+
+    Raises:
+        ScheduleError: if the schedule (a CSV file, say) cannot be executed.
+    """
+    parallel, training = scenario.parallel, scenario.training
+    schedule = build_schedule(scenario.schedule, parallel.pp, parallel.vpp, training.num_microbatches)
+    if not schedule.has_communication:
+        schedule = add_communication(schedule)
+    check_schedule(schedule)
+    names = GraphNames()
+    programs = [_lower_rank(scenario, names, rank) for rank in range(parallel.pp)]
+    return assemble(programs, schedule, scenario.overlap, names)
+
+
+def _lower_rank(scenario: Scenario, names: GraphNames, pipeline_rank: int) -> RankPrograms:
+    parallel = scenario.parallel
+    context = LoweringContext(
+        model=scenario.model,
+        parallel=parallel,
+        training=scenario.training,
+        overlap=scenario.overlap,
+        names=names,
+        rank=parallel.rank_of(pp=pipeline_rank),
+    )
+    layers = layers_per_stage(scenario.model.layers, parallel)
+    chunks = []
+    for index in range(parallel.vpp):
+        stage = index * parallel.pp + pipeline_rank
+        first = sum(layers[:stage])
+        chunk = Chunk(
+            stage=stage,
+            index=index,
+            layers=range(first, first + layers[stage]),
+            has_embedding=stage == 0,
+            has_head=stage == parallel.stages - 1,
+        )
+        chunks.append(lower_chunk(context, chunk))
+    return lower_rank(context, chunks, library_workspace_bytes(scenario.hardware))

@@ -1,0 +1,185 @@
+"""The report of a simulated step: plain data with stable keys (``docs/report.md``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from op_graphs.graph import OpGraph
+from op_graphs.model_flops import model_flops_per_token
+from op_graphs.parameters import count_parameters
+from op_graphs.stage_layout import layers_per_stage
+from op_graphs.vocabulary import ROLE_DIMENSIONS, STREAM_ROLES, MemoryCategory, Phase, Stream
+
+from .analysis.intervals import Intervals, clip, join, subtract, union
+from .engine import Execution
+from .memory import AllocatorUsage
+from .memory.curves import MemoryCurve
+from .scenario import Scenario
+
+SCHEMA = "tracesim.report/1"
+_GIB = 2**30
+_DIMENSIONS = ("tp", "cp", "ep", "pp", "dp")
+_LISTED_TENSORS = 12
+
+
+def build_report(
+    scenario: Scenario,
+    graph: OpGraph,
+    execution: Execution,
+    memory: Sequence[MemoryCurve],
+    reserved: Sequence[AllocatorUsage],
+) -> dict[str, Any]:
+    """Everything a run prints, as JSON-ready data. Times in ms, memory in GiB (2**30 bytes)."""
+    iteration_ns = int(execution.end.max())
+    stages = [
+        _stage(scenario, graph, execution, rank, iteration_ns, memory[rank], reserved[rank])
+        for rank in range(len(graph.ranks))
+    ]
+    capacity = scenario.hardware.memory.capacity_gib
+    peak_reserved = max(usage.peak_reserved for usage in reserved) / _GIB
+    exposed = [sum(stage["exposed_communication_ms"].values()) for stage in stages]
+    return {
+        "schema": SCHEMA,
+        "name": scenario.name,
+        "world_size": scenario.parallel.world_size,
+        "hardware": scenario.hardware.name,
+        "model": {
+            "name": scenario.model.name,
+            "parameters": count_parameters(scenario.model, seq_len=scenario.training.seq_len),
+            "active_parameters": count_parameters(scenario.model, seq_len=scenario.training.seq_len),
+        },
+        "iteration_time_ms": iteration_ns / 1e6,
+        **_throughput(scenario, graph, iteration_ns),
+        "pipeline_bubble_fraction": bubble_fraction(graph, execution),
+        "exposed_communication_fraction": float(np.mean(exposed)) * 1e6 / iteration_ns,
+        "peak_allocated_gib": max(curve.peak for curve in memory) / _GIB,
+        "peak_reserved_gib": peak_reserved,
+        "memory_capacity_gib": capacity,
+        "fits_in_memory": peak_reserved <= capacity,
+        "stages": stages,
+    }
+
+
+def _throughput(scenario: Scenario, graph: OpGraph, iteration_ns: int) -> dict[str, float]:
+    """Tokens and FLOPs per second. ``mfu`` counts causal attention as half, ``mfu_full_attention`` as whole."""
+    seconds = iteration_ns / 1e9
+    world = scenario.parallel.world_size
+    peak = scenario.hardware.peak_tflops[scenario.training.dtype.name.lower()]
+    length = scenario.training.seq_len
+    tokens_per_gpu = scenario.tokens / seconds / world
+    causal = tokens_per_gpu * model_flops_per_token(scenario.model, length, causal=True) / 1e12
+    full = tokens_per_gpu * model_flops_per_token(scenario.model, length, causal=False) / 1e12
+    executed = float(graph.operations.flops.sum()) / len(graph.ranks) / seconds / 1e12
+    return {
+        "tokens_per_second": scenario.tokens / seconds,
+        "tokens_per_second_per_gpu": tokens_per_gpu,
+        "model_tflops_per_gpu": causal,
+        "mfu": causal / peak,
+        "mfu_full_attention": full / peak,
+        "hfu": executed / peak,
+    }
+
+
+def _stage(
+    scenario: Scenario,
+    graph: OpGraph,
+    execution: Execution,
+    rank: int,
+    iteration_ns: int,
+    curve: MemoryCurve,
+    usage: AllocatorUsage,
+) -> dict[str, Any]:
+    parallel = scenario.parallel
+    compute, optimizer, exposed = breakdown(graph, execution, rank)
+    layers = layers_per_stage(scenario.model.layers, parallel)
+    held = sum(layers[rank :: parallel.pp])
+    idle = iteration_ns - compute - optimizer - sum(exposed.values())
+    at_peak = curve.by_category[:, curve.peak_moment]
+    return {
+        "stage": rank,
+        "representative_rank": int(graph.ranks[rank]),
+        "ranks": parallel.world_size // parallel.pp,
+        "layers": held,
+        "compute_ms": compute / 1e6,
+        "exposed_communication_ms": {name: exposed[name] / 1e6 for name in _DIMENSIONS},
+        "idle_ms": idle / 1e6,
+        "optimizer_ms": optimizer / 1e6,
+        "peak_allocated_gib": curve.peak / _GIB,
+        "peak_reserved_gib": usage.peak_reserved / _GIB,
+        "memory_at_peak_gib": {
+            category.name.lower(): float(at_peak[category]) / _GIB for category in MemoryCategory
+        },
+        "peak_time_ms": float(curve.time[curve.peak_moment]) / 1e6,
+        "alive_at_peak": [
+            {
+                "name": tensor.name,
+                "category": tensor.category.name.lower(),
+                "count": tensor.count,
+                "gib": tensor.size / _GIB,
+            }
+            for tensor in curve.alive_at_peak[:_LISTED_TENSORS]
+        ],
+    }
+
+
+def breakdown(graph: OpGraph, execution: Execution, rank: int) -> tuple[int, int, dict[str, int]]:
+    """Nanoseconds a rank computes, runs the optimizer, and waits for each dimension's exposed communication.
+
+    Where communication of several dimensions overlaps, the time counts for the first of tp, cp, ep, pp, dp.
+    """
+    operations = graph.operations
+    own = operations.rank == rank
+    computing = own & (operations.stream == Stream.COMPUTE)
+    is_optimizer = operations.phase == Phase.OPTIMIZER
+    lengths = execution.end - execution.start
+    optimizer = int(lengths[computing & is_optimizer].sum())
+    compute = int(lengths[computing & ~is_optimizer].sum())
+    covered = union(execution.start[computing], execution.end[computing])
+    exposed = dict.fromkeys(_DIMENSIONS, 0)
+    for name in _DIMENSIONS:
+        rows = own & np.isin(operations.stream, _streams_of(name))
+        alone = subtract(union(execution.start[rows], execution.end[rows]), covered)
+        exposed[name] = int((alone.end - alone.start).sum())
+        covered = join(covered, alone)
+    return compute, optimizer, exposed
+
+
+def _streams_of(dimension: str) -> list[int]:
+    return [
+        int(stream)
+        for stream, role in STREAM_ROLES.items()
+        if role in ROLE_DIMENSIONS and ROLE_DIMENSIONS[role].name.lower() == dimension
+    ]
+
+
+def bubble_fraction(graph: OpGraph, execution: Execution) -> float:
+    """Share of the pipeline's time in which a rank neither computes nor communicates, averaged over the ranks.
+
+    The pipeline's time runs from the first start to the last end of any forward or backward.
+    """
+    staged = graph.segments.stage >= 0
+    if not staged.any():
+        return 0.0
+    low = int(execution.start[graph.segments.begin[staged]].min())
+    high = 0
+    rows = np.zeros(len(graph.operations) + 1, dtype=np.int64)
+    np.add.at(rows, graph.segments.begin[staged], 1)
+    np.add.at(rows, graph.segments.end[staged], -1)
+    in_pipeline = np.cumsum(rows)[:-1] > 0
+    computing = in_pipeline & (graph.operations.stream == Stream.COMPUTE)
+    high = int(execution.end[computing].max())
+    if high <= low:
+        return 0.0
+    idle = []
+    for rank in range(len(graph.ranks)):
+        own = graph.operations.rank == rank
+        busy = _busy(execution, np.flatnonzero(own), low, high)
+        idle.append(1 - int((busy.end - busy.start).sum()) / (high - low))
+    return float(np.mean(idle))
+
+
+def _busy(execution: Execution, rows: np.ndarray[Any, np.dtype[np.int64]], low: int, high: int) -> Intervals:
+    return union(*clip(execution.start[rows], execution.end[rows], low, high))

@@ -1,0 +1,352 @@
+"""From an executed graph to a Timeline: tracks, slices, pipeline annotations, flows and memory counters.
+
+The graph holds one rank a pipeline stage. Any other rank of the stage runs the same operations at the same times, so
+it is a copy with process groups of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from op_graphs.columns import Int32, Int64, StringTable
+from op_graphs.graph import OpGraph
+from op_graphs.timeline import (
+    SLICE_DEFAULTS,
+    CommunicationGroup,
+    CounterSamples,
+    CounterTracks,
+    Flows,
+    Ranks,
+    Slices,
+    Steps,
+    Timeline,
+    Tracks,
+)
+from op_graphs.vocabulary import (
+    STREAM_ROLES,
+    Communication,
+    Dimension,
+    FlowKind,
+    MemoryCategory,
+    OpKind,
+    Phase,
+    Stream,
+    TrackRole,
+)
+
+from .engine import Execution
+from .errors import ScenarioError
+from .memory import AllocatorUsage
+from .memory.curves import MemoryCurve
+from .scenario import Scenario, scenario_to_yaml
+
+_MAXIMUM_SLICES = 30_000_000
+_TRACK_NAMES = {
+    Stream.COMPUTE: "compute",
+    Stream.TP: "tp communication",
+    Stream.CP: "cp communication",
+    Stream.EP: "ep communication",
+    Stream.PP_RECEIVE_PREVIOUS: "pp receive from previous",
+    Stream.PP_SEND_NEXT: "pp send to next",
+    Stream.PP_RECEIVE_NEXT: "pp receive from next",
+    Stream.PP_SEND_PREVIOUS: "pp send to previous",
+    Stream.DP: "dp communication",
+    Stream.HOST: "host",
+}
+
+
+def build_timeline(
+    scenario: Scenario,
+    graph: OpGraph,
+    execution: Execution,
+    memory: Sequence[MemoryCurve],
+    reserved: Sequence[AllocatorUsage],
+    ranks: Sequence[int] | None,
+) -> Timeline:
+    """The timeline of the given global ranks; of one rank a pipeline stage by default."""
+    wanted = sorted({int(rank) for rank in (graph.ranks if ranks is None else ranks)})
+    _check_ranks(scenario, graph, wanted)
+    builder = _Builder(scenario, graph, execution)
+    for rank in wanted:
+        builder.add_rank(rank)
+    for position, rank in enumerate(wanted):
+        stage = builder.stage_of(rank)
+        builder.add_memory(position, stage, memory[stage], reserved[stage])
+    return builder.finish()
+
+
+def _check_ranks(scenario: Scenario, graph: OpGraph, wanted: Sequence[int]) -> None:
+    world = scenario.parallel.world_size
+    outside = [rank for rank in wanted if not 0 <= rank < world]
+    if outside or not wanted:
+        raise ScenarioError(
+            f"ranks {outside} do not exist: the world has ranks 0 to {world - 1}"
+            if outside
+            else f"no rank is selected; choose from 0 to {world - 1}, 'stages' or 'all'"
+        )
+    slices = len(graph.operations) // len(graph.ranks) * len(wanted)
+    if slices > _MAXIMUM_SLICES:
+        raise ScenarioError(
+            f"{len(wanted)} ranks make about {slices:,} slices, more than the {_MAXIMUM_SLICES:,} a trace may hold: "
+            "write fewer ranks (--ranks 0,8-15), or one a stage (--ranks stages)"
+        )
+
+
+@dataclass
+class _StageRows:
+    """Rows of a stage's operations and segments in the graph."""
+
+    begin: int
+    end: int
+    segments: Int64
+
+
+class _Builder:
+    def __init__(self, scenario: Scenario, graph: OpGraph, execution: Execution) -> None:
+        self.scenario = scenario
+        self.graph = graph
+        self.execution = execution
+        self.strings = StringTable(graph.strings)
+        self.groups: dict[CommunicationGroup, int] = {}
+        self.ranks: list[int] = []
+        self.tracks: list[dict[str, int]] = []
+        self.slices: list[Slices] = []
+        self.slice_count = 0
+        self.counter_tracks: list[dict[str, int]] = []
+        self.samples: list[CounterSamples] = []
+        self.first_slice: dict[int, int] = {}
+        """Global rank -> number of its first slice."""
+        self.segment_start, self.segment_end = _segment_times(graph, execution)
+        self.stages = [self._stage_rows(stage) for stage in range(len(graph.ranks))]
+
+    def stage_of(self, rank: int) -> int:
+        """Pipeline rank of a global rank."""
+        return self.scenario.parallel.coordinates(rank)["pp"]
+
+    def _stage_rows(self, stage: int) -> _StageRows:
+        rows = np.flatnonzero(self.graph.operations.rank == stage)
+        begin, end = int(rows[0]), int(rows[-1]) + 1
+        assert end - begin == len(rows), "the rows of a rank are consecutive"
+        return _StageRows(begin, end, np.flatnonzero(self.graph.segments.rank == stage))
+
+    def add_rank(self, rank: int) -> None:
+        """Append the tracks and slices of a global rank."""
+        stage = self.stages[self.stage_of(rank)]
+        position = len(self.ranks)
+        self.ranks.append(rank)
+        self.first_slice[rank] = self.slice_count
+        rows = slice(stage.begin, stage.end)
+        operations, execution = self.graph.operations, self.execution
+        streams = operations.stream[rows]
+        pipeline_track = self._add_track(position, TrackRole.PIPELINE, -1, "pipeline")
+        track_of = np.full(len(Stream), -1, dtype=np.int32)
+        for stream in np.unique(streams).tolist():
+            track_of[stream] = self._add_track(
+                position, STREAM_ROLES[Stream(stream)], stream, _TRACK_NAMES[Stream(stream)]
+            )
+        size = stage.end - stage.begin
+        none = np.full(size, -1, dtype=np.int64)
+        self.slices.append(
+            Slices(
+                track=track_of[streams],
+                start=execution.start[rows],
+                duration=execution.end[rows] - execution.start[rows],
+                name=operations.name[rows],
+                kind=operations.kind[rows],
+                phase=operations.phase[rows],
+                layer=operations.layer[rows],
+                module=operations.module[rows],
+                chunk=operations.chunk[rows],
+                microbatch=operations.microbatch[rows],
+                flops=operations.flops[rows],
+                bytes=operations.bytes_read[rows] + operations.bytes_written[rows],
+                communication=operations.communication[rows],
+                communication_bytes=operations.communication_bytes[rows],
+                group=self._groups_of(rank)[operations.group[rows]],
+                wait=execution.wait[rows],
+                waited_for=none,
+                correlation=none,
+            )
+        )
+        self.slices.append(self._pipeline_slices(stage.segments, pipeline_track))
+        self.slice_count += size + len(stage.segments)
+
+    def _add_track(self, rank: int, role: TrackRole, stream: int, name: str) -> int:
+        self.tracks.append({"rank": rank, "role": role, "stream": stream, "name": self.strings.intern(name)})
+        return len(self.tracks) - 1
+
+    def _pipeline_slices(self, segments: Int64, track: int) -> Slices:
+        chosen = self.graph.segments.take(segments)
+        names = [self.graph.strings[name] for name in chosen.name.tolist()]
+        phases = [
+            Phase.FORWARD if name[0] == "F" else Phase.BACKWARD_INPUT if name[0] == "B" else Phase.OPTIMIZER
+            for name in names
+        ]
+        pp = self.scenario.parallel.pp
+        start = self.segment_start[segments]
+        columns = {
+            column: np.full(len(segments), value)
+            for column, value in SLICE_DEFAULTS.items()
+            if column not in ("kind", "phase", "chunk", "microbatch")
+        }
+        return Slices(
+            track=np.full(len(segments), track),
+            start=start,
+            duration=self.segment_end[segments] - start,
+            name=chosen.name,
+            kind=np.full(len(segments), OpKind.ANNOTATION),
+            phase=np.array(phases, dtype=np.int8),
+            chunk=np.where(chosen.stage >= 0, chosen.stage // pp, -1),
+            microbatch=chosen.microbatch,
+            **columns,
+        )
+
+    def _groups_of(self, rank: int) -> Int32:
+        """For each group of the graph, the group of ``rank`` that corresponds to it; the last entry is "none"."""
+        own = [self._intern_group(_translate(self.scenario, group, rank)) for group in self.graph.groups]
+        return np.array([*own, -1], dtype=np.int32)
+
+    def _intern_group(self, group: CommunicationGroup) -> int:
+        return self.groups.setdefault(group, len(self.groups))
+
+    def add_memory(self, position: int, stage: int, curve: MemoryCurve, usage: AllocatorUsage) -> None:
+        """Append the memory counters of the rank at ``position``."""
+        for category in MemoryCategory:
+            self._add_counter(
+                position, category.name.lower(), int(category), curve.time, curve.by_category[category]
+            )
+        self._add_counter(position, "allocated", -1, curve.time, curve.allocated)
+        # Program order gives which operation made the allocator reserve more; its start gives the moment.
+        operation = usage.reserved_event
+        rows = self.graph.buffers.take(np.flatnonzero(self.graph.buffers.rank == stage))
+        moments = _moments_of_events(rows.allocate, rows.release, operation, self.execution)
+        order = np.argsort(moments, kind="stable")
+        last = np.flatnonzero(np.concatenate([np.diff(moments[order]) != 0, [True]]))
+        self._add_counter(position, "reserved", -1, moments[order][last], usage.reserved[order][last])
+
+    def _add_counter(self, position: int, name: str, category: int, time: Int64, value: Int64) -> None:
+        track = len(self.counter_tracks)
+        changed = np.concatenate([[True], value[1:] != value[:-1]])
+        self.counter_tracks.append(
+            {"rank": position, "name": self.strings.intern(name), "category": category, "is_bytes": 1}
+        )
+        self.samples.append(
+            CounterSamples(np.full(int(changed.sum()), track), time[changed], value[changed].astype(np.float64))
+        )
+
+    def finish(self) -> Timeline:
+        """The timeline of what was added."""
+        parallel = self.scenario.parallel
+        slices = Slices.concatenate(self.slices)
+        at = [parallel.coordinates(rank) for rank in self.ranks]
+        end = int(self.execution.end.max())
+        return Timeline(
+            strings=self.strings.strings(),
+            ranks=Ranks(
+                rank=np.array(self.ranks),
+                **{name: np.array([c[name] for c in at]) for name in ("tp", "cp", "ep", "pp", "dp")},
+            ),
+            tracks=Tracks.from_rows(self.tracks),
+            slices=slices.with_columns(waited_for=self._waited_for(len(slices))),
+            flows=self._flows(),
+            counter_tracks=CounterTracks.from_rows(self.counter_tracks),
+            counter_samples=CounterSamples.concatenate(self.samples),
+            steps=Steps(
+                np.arange(len(self.ranks)),
+                np.zeros(len(self.ranks)),
+                np.zeros(len(self.ranks)),
+                np.full(len(self.ranks), end),
+            ),
+            groups=tuple(self.groups),
+            name=self.scenario.name,
+            simulated=True,
+            device=self.scenario.hardware.name,
+            world_size=parallel.world_size,
+            properties={"scenario": scenario_to_yaml(self.scenario)},
+        )
+
+    def _peers(self, rank: int) -> Int64:
+        """For each stage, the first slice of the rank that differs from ``rank`` in its stage only; -1 if not there."""
+        parallel, at = self.scenario.parallel, self.scenario.parallel.coordinates(rank)
+        peers = [
+            parallel.rank_of(tp=at["tp"], cp=at["cp"], dp=at["dp"], pp=stage) for stage in range(parallel.pp)
+        ]
+        return np.array([self.first_slice.get(peer, -1) for peer in peers], dtype=np.int64)
+
+    def _slice_numbers(self, rows: Int64, first_slices: Int64) -> Int64:
+        """Slice numbers of graph rows (-1 stays -1) among the ranks whose first slices are given by stage."""
+        stage = self.graph.operations.rank[rows]
+        begins = np.array([rows_.begin for rows_ in self.stages], dtype=np.int64)
+        first = first_slices[stage]
+        return np.where((rows >= 0) & (first >= 0), first + rows - begins[stage], -1)
+
+    def _waited_for(self, count: int) -> Int64:
+        waited = np.full(count, -1, dtype=np.int64)
+        for rank, first in self.first_slice.items():
+            stage = self.stages[self.stage_of(rank)]
+            causes = self.execution.waited_for[stage.begin : stage.end]
+            waited[first : first + stage.end - stage.begin] = self._slice_numbers(causes, self._peers(rank))
+        return waited
+
+    def _flows(self) -> Flows:
+        """Sends to their receives, and the members of a collective that several ranks of the trace enter."""
+        operations = self.graph.operations
+        joined = np.flatnonzero(operations.rendezvous >= 0)
+        order = joined[np.lexsort((joined, operations.rendezvous[joined]))]
+        same = operations.rendezvous[order][1:] == operations.rendezvous[order][:-1]
+        left, right = order[:-1][same], order[1:][same]
+        swapped = operations.communication[left] == Communication.RECEIVE
+        source, target = np.where(swapped, right, left), np.where(swapped, left, right)
+        is_transfer = operations.kind[source] == OpKind.P2P
+        kind = np.where(is_transfer, FlowKind.P2P, FlowKind.COLLECTIVE)
+        tables = []
+        for rank in self.ranks:
+            # Each flow once: from the copy of its source rank.
+            mine = operations.rank[source] == self.stage_of(rank)
+            peers = self._peers(rank)
+            ends = self._slice_numbers(source[mine], peers), self._slice_numbers(target[mine], peers)
+            both = (ends[0] >= 0) & (ends[1] >= 0)
+            tables.append(Flows(ends[0][both], ends[1][both], kind[mine][both]))
+        return Flows.concatenate(tables)
+
+
+def _segment_times(graph: OpGraph, execution: Execution) -> tuple[Int64, Int64]:
+    """First start and last end of each segment on its compute and tensor-parallel streams.
+
+    Data-parallel communication that a segment starts runs on under the following ones and does not count.
+    """
+    segments, operations = graph.segments, graph.operations
+    if not len(segments):
+        return segments.begin, segments.end
+    inner = np.isin(operations.stream, (Stream.COMPUTE, Stream.TP))
+    start = np.where(inner, execution.start, np.iinfo(np.int64).max)
+    end = np.where(inner, execution.end, 0)
+    bounds = np.stack([segments.begin, segments.end], axis=1).ravel()
+    last = bounds[-1] == len(operations)
+    bounds = bounds[:-1] if last else bounds
+    return np.minimum.reduceat(start, bounds)[::2], np.maximum.reduceat(end, bounds)[::2]
+
+
+def _moments_of_events(allocate: Int64, release: Int64, events: Int64, execution: Execution) -> Int64:
+    """Start of the operation whose event each entry of ``events`` is; 0 for what is there from the beginning."""
+    from .memory import order_events
+
+    ordered = order_events(allocate, release)
+    position = ordered.position[events]
+    return np.where(position >= 0, execution.start[position], 0)
+
+
+def _translate(scenario: Scenario, group: CommunicationGroup, rank: int) -> CommunicationGroup:
+    """The process group of ``rank`` that corresponds to a representative's group."""
+    parallel, at = scenario.parallel, scenario.parallel.coordinates(rank)
+    if group.name.upper() in Dimension.__members__ and group.name != "pp":
+        ranks = parallel.group_ranks(Dimension[group.name.upper()], rank)
+    else:
+        ranks = tuple(
+            parallel.rank_of(tp=at["tp"], cp=at["cp"], dp=at["dp"], pp=parallel.coordinates(member)["pp"])
+            for member in group.ranks
+        )
+    return CommunicationGroup(group.name, ranks, len(ranks))
