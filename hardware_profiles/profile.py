@@ -42,7 +42,6 @@ class GemmFigures:
     """Share of the dense peak of a grouped GEMM launched expert by expert; 0 means as ``sustained_efficiency``."""
     grouped_exposed_traffic: float = 1.0
     """Share of the memory traffic of such a grouped GEMM that is not hidden behind the work of other experts."""
-    alone_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -176,6 +175,9 @@ class HardwareProfile:
     network: NetworkFigures
     host: HostFigures
     sources: Mapping[str, str]
+    training_clock_ratio: float = 1.0
+    """Clock under a sustained training step over the clock in back-to-back runs of one kernel, in which the GEMM and
+    attention figures and measured shapes are taken: power limits it when all of the chip works."""
     compute_capability: int = 0
     """10 * major + minor for NVIDIA (90 for Hopper); decides workspace sizes. 0 if not NVIDIA."""
     measured_gemms: tuple[MeasuredGemm, ...] = ()

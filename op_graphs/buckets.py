@@ -31,7 +31,9 @@ def parameter_module(tensor: ParameterTensor) -> str:
     return tensor.name.rsplit(".", 1)[0].replace("k_layernorm", "q_layernorm")
 
 
-def form_buckets(tensors: Sequence[ParameterTensor], data_parallel_size: int, *, split: bool) -> tuple[Bucket, ...]:
+def form_buckets(
+    tensors: Sequence[ParameterTensor], data_parallel_size: int, *, split: bool
+) -> tuple[Bucket, ...]:
     """Buckets in the order in which backward completes them; one bucket for all where ``split`` is false."""
     limit = max(_MINIMUM_BUCKET_ELEMENTS, _ELEMENTS_PER_RANK * data_parallel_size)
     buckets: list[Bucket] = []

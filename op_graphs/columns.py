@@ -42,7 +42,9 @@ class Table:
         for column in fields(self):  # type: ignore[arg-type]
             array = np.ascontiguousarray(getattr(self, column.name), dtype=_DTYPES[str(column.type)])
             if array.ndim != 1:
-                raise ValueError(f"{type(self).__name__}.{column.name} must be one-dimensional, not {array.ndim}-d")
+                raise ValueError(
+                    f"{type(self).__name__}.{column.name} must be one-dimensional, not {array.ndim}-d"
+                )
             if length is None:
                 length, first = len(array), column.name
             elif len(array) != length:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .graph import AttentionShape, GemmShape
+from .lower_linear import linear_forward
 from .lowering_context import LoweringContext, layer_parameter
 from .program import ProgramBuilder, Tensor
 from .vocabulary import MemoryCategory, OpKind, Phase
@@ -30,21 +31,16 @@ class AttentionSaved:
 
 
 def attention_forward(
-    builder: ProgramBuilder, context: LoweringContext, layer: int, gathered: Tensor | None
+    builder: ProgramBuilder, context: LoweringContext, layer: int, consumed: Tensor | None
 ) -> tuple[AttentionSaved, Tensor]:
-    """Emit QKV projection, rotary embedding and core attention; returns what is kept and the attention output."""
-    shape = GemmShape(
-        context.tokens,
-        context.local_qkv_size,
-        context.model.hidden_size,
-        "TN",
-        dtype=context.dtype,
-        output=context.dtype,
-    )
-    row = builder.gemm("qkv", shape)
+    """Emit QKV projection, rotary embedding and core attention; returns what is kept and the attention output.
+
+    ``consumed`` is the input of the projection where it is not kept: it is released behind the GEMM.
+    """
+    row = linear_forward(builder, context, "qkv", context.local_qkv_size, context.model.hidden_size)
     builder.parameter_rows.setdefault(layer_parameter(layer, "qkv"), row)
-    if gathered is not None:
-        builder.release(gathered, row)
+    if consumed is not None:
+        builder.release(consumed, row)
     qkv = builder.activation("qkv", context.item * context.tokens * context.local_qkv_size, row)
     rotated = context.item * context.tokens * (context.local_query_size + context.local_kv_size)
     normalized = None
@@ -169,9 +165,7 @@ def _attention_flops(context: LoweringContext) -> float:
     return 2.0 * square * (shape.head_size + shape.value_head_size) / 2
 
 
-def _core(
-    builder: ProgramBuilder, context: LoweringContext, *, keep: bool
-) -> tuple[Tensor, list[Tensor]]:
+def _core(builder: ProgramBuilder, context: LoweringContext, *, keep: bool) -> tuple[Tensor, list[Tensor]]:
     """Core attention; returns its output and the inner tensors that are kept."""
     output_bytes = context.item * context.tokens * context.local_query_size
     if context.training.attention == "flash":
@@ -281,9 +275,7 @@ def _unfused_backward(
         dtype=context.dtype,
     )
     row = _batched_gemm(builder, context, "attention_query_grad", length, head_size, length, "NN")
-    d_qkv = builder.temporary(
-        "qkv_gradient", context.item * context.tokens * context.local_qkv_size, row
-    )
+    d_qkv = builder.temporary("qkv_gradient", context.item * context.tokens * context.local_qkv_size, row)
     row = _batched_gemm(builder, context, "attention_key_grad", length, head_size, length, "NT")
     builder.release(d_scores, row)
     return row, d_qkv

@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .graph import GemmShape
+from .lower_linear import (
+    column_parallel_backward,
+    gather_sequence,
+    gathered_input,
+    linear_forward,
+    reduce_partial_sums,
+)
 from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
 from .vocabulary import Communication, Dimension, DType, OpKind, Phase
@@ -54,14 +60,7 @@ def embedding_forward(builder: ProgramBuilder, context: LoweringContext) -> tupl
     # Position rows are added over the whole sequence, so the sum is reduced unsharded and cut afterwards.
     scatter = context.sequence_parallel and model.positions != "learned"
     if context.tp > 1:
-        reduced = builder.collective(
-            f"embedding_{'reduce_scatter' if scatter else 'all_reduce'}",
-            Communication.REDUCE_SCATTER if scatter else Communication.ALL_REDUCE,
-            gathered,
-            Dimension.TP,
-            context.group(Dimension.TP),
-            dtype=context.dtype,
-        )
+        reduced = reduce_partial_sums(builder, context, "embedding", scatter=scatter)
         builder.wait_for(reduced)
     if model.positions == "learned":
         row = builder.memory_bound(
@@ -107,14 +106,7 @@ def embedding_backward(
         builder.release(saved.dropout_mask, row)
     gathered: Tensor | None = None
     if context.sequence_parallel:
-        row = builder.collective(
-            "embedding_gradient_all_gather",
-            Communication.ALL_GATHER,
-            context.gathered_bytes,
-            Dimension.TP,
-            context.group(Dimension.TP),
-            dtype=context.dtype,
-        )
+        row = gather_sequence(builder, context, "embedding_gradient_all_gather")
         builder.wait_for(row)
         gathered = builder.temporary("gathered_gradient", context.gathered_bytes, row)
     if model.positions == "learned":
@@ -174,27 +166,8 @@ def head_forward(builder: ProgramBuilder, context: LoweringContext, hidden: Tens
     )
     builder.parameter_rows["decoder.final_layernorm"] = row
     normalized = builder.activation("final_norm_output", size, row)
-    gathered: Tensor | None = None
-    if context.sequence_parallel:
-        row = builder.collective(
-            "head_all_gather",
-            Communication.ALL_GATHER,
-            context.gathered_bytes,
-            Dimension.TP,
-            context.group(Dimension.TP),
-            dtype=context.dtype,
-        )
-        builder.wait_for(row)
-        gathered = builder.temporary("gathered_input", context.gathered_bytes, row)
-    shape = GemmShape(
-        context.tokens,
-        context.local_vocab,
-        context.model.hidden_size,
-        "TN",
-        dtype=context.dtype,
-        output=context.dtype,
-    )
-    row = builder.gemm("head", shape)
+    gathered = gathered_input(builder, context, "head")
+    row = linear_forward(builder, context, "head", context.local_vocab, context.model.hidden_size)
     builder.parameter_rows["output_layer"] = row
     if gathered is not None:
         builder.release(gathered, row)
@@ -256,9 +229,7 @@ def _unfused_loss_forward(builder: ProgramBuilder, context: LoweringContext, log
 
     def kernel(name: str, read: float, written: float, access: str = "stream") -> int:
         kind = OpKind.CAST if name == "logits_to_fp32" else OpKind.LOSS
-        return builder.memory_bound(
-            name, kind, read=read, written=written, access=access, dtype=DType.FP32
-        )
+        return builder.memory_bound(name, kind, read=read, written=written, access=access, dtype=DType.FP32)
 
     row = kernel("logits_to_fp32", half, single)
     softmax = builder.activation("softmax_fp32", single, row)
@@ -295,57 +266,17 @@ def head_backward(builder: ProgramBuilder, context: LoweringContext, saved: Head
         d_logits = builder.temporary("logit_gradient", half, row)
         builder.release(saved.logits, row)
     builder.module = "head"
-    return _head_linear_backward(builder, context, saved, d_logits)
-
-
-def _head_linear_backward(
-    builder: ProgramBuilder, context: LoweringContext, saved: HeadSaved, d_logits: Tensor
-) -> Tensor:
-    hidden, size, vocab = context.model.hidden_size, context.hidden_bytes, context.local_vocab
-    gathered: Tensor | None = None
-    gather = -1
-    if context.sequence_parallel:
-        gather = builder.collective(
-            "head_input_all_gather",
-            Communication.ALL_GATHER,
-            context.gathered_bytes,
-            Dimension.TP,
-            context.group(Dimension.TP),
-            dtype=context.dtype,
-        )
-        gathered = builder.temporary("gathered_input", context.gathered_bytes, gather)
-    shape = GemmShape(context.tokens, hidden, vocab, "NN", dtype=context.dtype, output=context.dtype)
-    row = builder.gemm("head_dgrad", shape)
-    d_normalized = builder.temporary("head_input_gradient", context.gathered_bytes, row)
-    reduction = -1
-    if context.tp > 1:
-        scatter = context.sequence_parallel
-        reduction = builder.collective(
-            f"head_gradient_{'reduce_scatter' if scatter else 'all_reduce'}",
-            Communication.REDUCE_SCATTER if scatter else Communication.ALL_REDUCE,
-            context.gathered_bytes,
-            Dimension.TP,
-            context.group(Dimension.TP),
-            dtype=context.dtype,
-        )
-    if gather >= 0:
-        builder.wait_for(gather)
-    shape = GemmShape(
-        vocab, hidden, context.tokens, "NT", context.dtype, context.gradient_dtype, accumulate=True
+    d_normalized = column_parallel_backward(
+        builder, context, "head", "output_layer", context.local_vocab, saved.normalized, d_logits
     )
-    row = builder.gemm("head_wgrad", shape, phase=Phase.BACKWARD_WEIGHT)
-    builder.gradient_rows["output_layer"] = row
-    builder.release(d_logits, row)
-    builder.release(saved.normalized, row)
-    if gathered is not None:
-        builder.release(gathered, row)
-    if reduction >= 0:
-        builder.wait_for(reduction)
-    if context.sequence_parallel:
-        builder.release(d_normalized, reduction)
-        d_normalized = builder.temporary("head_reduced_gradient", size, reduction)
+    size = context.hidden_bytes
     row = builder.memory_bound(
-        "final_norm_backward", OpKind.NORM, read=2 * size, written=size, access="reduction", dtype=context.dtype
+        "final_norm_backward",
+        OpKind.NORM,
+        read=2 * size,
+        written=size,
+        access="reduction",
+        dtype=context.dtype,
     )
     builder.gradient_rows["decoder.final_layernorm"] = row
     builder.release(d_normalized, row)

@@ -184,9 +184,7 @@ def _backward(
         gradient = head_backward(builder, context, saved.head)
         reduction.emit_complete()
     else:
-        gradient = builder.allocate(
-            "received_gradient", context.hidden_bytes, 0, MemoryCategory.TEMPORARY
-        )
+        gradient = builder.allocate("received_gradient", context.hidden_bytes, 0, MemoryCategory.TEMPORARY)
     for block in reversed(saved.blocks):
         if isinstance(block, _Recomputed):
             layers = _recompute(builder, context, block)

@@ -46,7 +46,9 @@ class RankPrograms:
     """Bytes of the tensor passed between neighbouring stages."""
 
 
-def lower_rank(context: LoweringContext, chunks: Sequence[ChunkPrograms], workspace_bytes: int) -> RankPrograms:
+def lower_rank(
+    context: LoweringContext, chunks: Sequence[ChunkPrograms], workspace_bytes: int
+) -> RankPrograms:
     """Put the programs of a rank together. ``workspace_bytes`` is what libraries allocate for themselves."""
     return RankPrograms(
         rank=context.rank,
@@ -225,7 +227,9 @@ def _persistent(
     shapes = {t.shape for c in chunks for t in c.parameters if t.role in ("weight", "head")}
     buffers += [
         PersistentBuffer(
-            f"dummy_weight_gradient_{rows}x{columns}", round(context.item * rows * columns), MemoryCategory.GRADIENTS
+            f"dummy_weight_gradient_{rows}x{columns}",
+            round(context.item * rows * columns),
+            MemoryCategory.GRADIENTS,
         )
         for rows, columns in sorted(shapes)
     ]

@@ -47,7 +47,11 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class OverlapPlan:
-    """Which communication may run beside compute."""
+    """Which communication may run beside compute.
+
+    ``tp`` lets the tensor-parallel collectives of the backward pass run beside the GEMMs that do not need them;
+    those of the forward pass have nothing to run beside.
+    """
 
     grad_reduce: bool = True
     param_gather: bool = True

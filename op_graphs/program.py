@@ -104,7 +104,9 @@ class ProgramBuilder:
     for the compute before it, and the next compute operation waits for the collectives named in :meth:`wait_for`.
     """
 
-    def __init__(self, names: GraphNames, *, chunk: int, phase: Phase, forward: ProgramBuilder | None = None) -> None:
+    def __init__(
+        self, names: GraphNames, *, chunk: int, phase: Phase, forward: ProgramBuilder | None = None
+    ) -> None:
         self.names = names
         self.phase = phase
         self.keep_activations = True
@@ -226,8 +228,8 @@ class ProgramBuilder:
         return row
 
     def wait_for(self, *rows: int) -> None:
-        """Make the next compute operation wait for these rows."""
-        self._pending.extend(rows)
+        """Make the next compute operation wait for these rows; -1 stands for no row."""
+        self._pending.extend(row for row in rows if row >= 0)
 
     def depend(self, row: int, source: int) -> None:
         """Make one row wait for another."""
@@ -258,7 +260,9 @@ class ProgramBuilder:
         elif tensor.owner is self._forward:
             self._saved_release[tensor.index] = row
         else:
-            raise AssertionError("a buffer can be released by its own program or by the matching backward only")
+            raise AssertionError(
+                "a buffer can be released by its own program or by the matching backward only"
+            )
 
     def forget_unless_kept(self, tensor: Tensor, row: int) -> None:
         """Release an activation after its last use in forward, unless it is kept for the backward pass."""

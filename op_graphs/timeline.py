@@ -216,7 +216,9 @@ class Timeline:
         rank_map[rows] = np.arange(len(rows), dtype=np.int32)
         track_map, tracks = _keep(self.tracks, rank_map[self.tracks.rank] >= 0)
         slice_map, slices = _keep(self.slices, track_map[self.slices.track] >= 0)
-        _, flows = _keep(self.flows, (slice_map[self.flows.source] >= 0) & (slice_map[self.flows.target] >= 0))
+        _, flows = _keep(
+            self.flows, (slice_map[self.flows.source] >= 0) & (slice_map[self.flows.target] >= 0)
+        )
         counter_map, counter_tracks = _keep(self.counter_tracks, rank_map[self.counter_tracks.rank] >= 0)
         _, samples = _keep(self.counter_samples, counter_map[self.counter_samples.track] >= 0)
         _, steps = _keep(self.steps, rank_map[self.steps.rank] >= 0)

@@ -4,9 +4,10 @@ Each action of the schedule becomes a copy of its program, a segment; sends and 
 joined by a rendezvous. What is decided here is only order and waiting:
 
 - Compute of a rank runs in the order of its actions.
-- A receive is posted when the action before the one that needs it starts (``overlap.p2p``), or when the compute
-  before it in the row has ended (not overlapped; then the next compute also waits for every transfer of the batch,
-  as Megatron-LM's non-interleaved schedule does).
+- A receive is posted when the action before the one that needs it starts (``overlap.p2p``). Not overlapped, a send
+  blocks the compute behind it for as long as it transfers; its receive is there already, because frameworks without
+  overlap post both directions of an exchange together (Megatron-LM ``send_forward_recv_backward``,
+  ``send_forward_backward_recv_forward_backward``), so a send never blocks on a receive that is not posted yet.
 - The step ends with the programs that synchronise gradients and update weights, which wait for all streams.
 """
 
@@ -28,9 +29,19 @@ from .actions import Action, ActionKind, Schedule
 
 _TRANSFERS: dict[ActionKind, tuple[str, Communication, Stream, Phase]] = {
     ActionKind.SEND_F: ("send_activation", Communication.SEND, Stream.PP_SEND_NEXT, Phase.FORWARD),
-    ActionKind.RECV_F: ("receive_activation", Communication.RECEIVE, Stream.PP_RECEIVE_PREVIOUS, Phase.FORWARD),
+    ActionKind.RECV_F: (
+        "receive_activation",
+        Communication.RECEIVE,
+        Stream.PP_RECEIVE_PREVIOUS,
+        Phase.FORWARD,
+    ),
     ActionKind.SEND_B: ("send_gradient", Communication.SEND, Stream.PP_SEND_PREVIOUS, Phase.BACKWARD_INPUT),
-    ActionKind.RECV_B: ("receive_gradient", Communication.RECEIVE, Stream.PP_RECEIVE_NEXT, Phase.BACKWARD_INPUT),
+    ActionKind.RECV_B: (
+        "receive_gradient",
+        Communication.RECEIVE,
+        Stream.PP_RECEIVE_NEXT,
+        Phase.BACKWARD_INPUT,
+    ),
 }
 
 
@@ -70,8 +81,8 @@ class _RankState:
 
     compute_ends: list[int] = field(default_factory=list)
     """Last compute row of each action so far."""
-    batch: list[int] = field(default_factory=list)
-    """Transfers since the last compute action."""
+    sends: list[int] = field(default_factory=list)
+    """Sends since the last compute action."""
     stream_ends: dict[int, int] = field(default_factory=dict)
     """Last row on each stream."""
 
@@ -131,8 +142,8 @@ class _Assembly:
         if neighbour is not None and self.schedule.stage_rank(action.stage - step) == rank:
             self.edges.append((entry, neighbour))
         if not self.overlap.p2p:
-            self.edges += [(part.base, row) for row in state.batch]
-        state.batch.clear()
+            self.edges += [(part.base, row) for row in state.sends]
+        state.sends.clear()
         if program.output_row >= 0:
             self.produced[action] = part.base + program.output_row
         state.compute_ends.append(state.stream_ends[Stream.COMPUTE])
@@ -144,11 +155,9 @@ class _Assembly:
         if action.is_send:
             kind = ActionKind.FORWARD if action.kind is ActionKind.SEND_F else ActionKind.FULL_BACKWARD
             self.edges.append((part.base, self.produced[Action(action.stage, kind, action.microbatch)]))
-        else:
-            posted_after = 2 if self.overlap.p2p else 1
-            if len(state.compute_ends) >= posted_after:
-                self.edges.append((part.base, state.compute_ends[-posted_after]))
-        state.batch.append(part.base)
+            state.sends.append(part.base)
+        elif self.overlap.p2p and len(state.compute_ends) > 1:
+            self.edges.append((part.base, state.compute_ends[-2]))
 
     def _add(self, state: _RankState, program: Program, rank: int, name: str, action: Action | None) -> _Part:
         part = _Part(
@@ -162,7 +171,11 @@ class _Assembly:
         )
         streams = self._streams(program)
         # A program that opens with a collective launches it behind the compute before it.
-        if len(program) and program.operations.stream[0] != Stream.COMPUTE and not (action and not action.is_compute):
+        if (
+            len(program)
+            and program.operations.stream[0] != Stream.COMPUTE
+            and not (action and not action.is_compute)
+        ):
             previous = state.stream_ends.get(Stream.COMPUTE)
             if previous is not None:
                 self.edges.append((part.base, previous))

@@ -304,7 +304,9 @@ class _Edges:
         before, behind = order[:-1][same], order[1:][same]
         source = np.concatenate([graph.dependencies, before])
         target = np.concatenate([np.repeat(np.arange(count), counts), behind])
-        is_stream: Bool = np.concatenate([np.zeros(len(graph.dependencies), dtype=bool), np.ones(len(before), dtype=bool)])
+        is_stream: Bool = np.concatenate(
+            [np.zeros(len(graph.dependencies), dtype=bool), np.ones(len(before), dtype=bool)]
+        )
         lag = np.where(is_stream & (operations.stream[target] == Stream.COMPUTE), gap_ns, 0)
         by_target = np.argsort(target, kind="stable")
         offsets = _Grouped(target, count).offsets
@@ -354,7 +356,9 @@ def _deadlock_report(graph: OpGraph, edges: _Edges, done: Bool) -> str:
         waits = [source for source, _ in edges.into(row) if not done[source]]
         meeting = members.get(int(operations.rendezvous[row]), []) if operations.rendezvous[row] >= 0 else []
         waits += [other for other in meeting if other != row and not done[other]]
-        reasons = ", ".join(_describe(graph, source) for source in dict.fromkeys(waits)) or "nothing: it is ready"
+        reasons = (
+            ", ".join(_describe(graph, source) for source in dict.fromkeys(waits)) or "nothing: it is ready"
+        )
         lines.append(
             f"  rank {graph.ranks[rank]} {Stream(stream).name.lower()}: {_describe(graph, row)} waits for {reasons}"
         )

@@ -25,9 +25,10 @@ def lower_scenario(scenario: Scenario) -> OpGraph:
     """
     parallel, training = scenario.parallel, scenario.training
     schedule = build_schedule(scenario.schedule, parallel.pp, parallel.vpp, training.num_microbatches)
-    if not schedule.has_communication:
+    if schedule.has_communication:
+        check_schedule(schedule)
+    else:
         schedule = add_communication(schedule)
-    check_schedule(schedule)
     names = GraphNames()
     programs = [_lower_rank(scenario, names, rank) for rank in range(parallel.pp)]
     return assemble(programs, schedule, scenario.overlap, names)

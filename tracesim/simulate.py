@@ -51,9 +51,7 @@ class Simulation:
         Raises:
             ScenarioError: if a rank is outside the world, or the ranks together make more slices than a trace can hold.
         """
-        return build_timeline(
-            self.scenario, self.graph, self.execution, self.memory, self.reserved, ranks
-        )
+        return build_timeline(self.scenario, self.graph, self.execution, self.memory, self.reserved, ranks)
 
 
 def simulate(scenario: Scenario) -> Simulation:

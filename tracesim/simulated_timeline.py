@@ -39,7 +39,7 @@ from op_graphs.vocabulary import (
 
 from .engine import Execution
 from .errors import ScenarioError
-from .memory import AllocatorUsage
+from .memory import AllocatorUsage, order_events
 from .memory.curves import MemoryCurve
 from .scenario import Scenario, scenario_to_yaml
 
@@ -148,7 +148,7 @@ class _Builder:
                 position, STREAM_ROLES[Stream(stream)], stream, _TRACK_NAMES[Stream(stream)]
             )
         size = stage.end - stage.begin
-        none = np.full(size, -1, dtype=np.int64)
+        none = np.full(size, -1, dtype=np.int32)
         self.slices.append(
             Slices(
                 track=track_of[streams],
@@ -168,7 +168,7 @@ class _Builder:
                 group=self._groups_of(rank)[operations.group[rows]],
                 wait=execution.wait[rows],
                 waited_for=none,
-                correlation=none,
+                correlation=none.astype(np.int64),
             )
         )
         self.slices.append(self._pipeline_slices(stage.segments, pipeline_track))
@@ -234,7 +234,9 @@ class _Builder:
             {"rank": position, "name": self.strings.intern(name), "category": category, "is_bytes": 1}
         )
         self.samples.append(
-            CounterSamples(np.full(int(changed.sum()), track), time[changed], value[changed].astype(np.float64))
+            CounterSamples(
+                np.full(int(changed.sum()), track), time[changed], value[changed].astype(np.float64)
+            )
         )
 
     def finish(self) -> Timeline:
@@ -255,10 +257,10 @@ class _Builder:
             counter_tracks=CounterTracks.from_rows(self.counter_tracks),
             counter_samples=CounterSamples.concatenate(self.samples),
             steps=Steps(
-                np.arange(len(self.ranks)),
-                np.zeros(len(self.ranks)),
-                np.zeros(len(self.ranks)),
-                np.full(len(self.ranks), end),
+                np.arange(len(self.ranks), dtype=np.int32),
+                np.zeros(len(self.ranks), dtype=np.int64),
+                np.zeros(len(self.ranks), dtype=np.int64),
+                np.full(len(self.ranks), end, dtype=np.int64),
             ),
             groups=tuple(self.groups),
             name=self.scenario.name,
@@ -276,15 +278,15 @@ class _Builder:
         ]
         return np.array([self.first_slice.get(peer, -1) for peer in peers], dtype=np.int64)
 
-    def _slice_numbers(self, rows: Int64, first_slices: Int64) -> Int64:
+    def _slice_numbers(self, rows: Int64, first_slices: Int64) -> Int32:
         """Slice numbers of graph rows (-1 stays -1) among the ranks whose first slices are given by stage."""
         stage = self.graph.operations.rank[rows]
         begins = np.array([rows_.begin for rows_ in self.stages], dtype=np.int64)
         first = first_slices[stage]
-        return np.where((rows >= 0) & (first >= 0), first + rows - begins[stage], -1)
+        return np.where((rows >= 0) & (first >= 0), first + rows - begins[stage], -1).astype(np.int32)
 
-    def _waited_for(self, count: int) -> Int64:
-        waited = np.full(count, -1, dtype=np.int64)
+    def _waited_for(self, count: int) -> Int32:
+        waited = np.full(count, -1, dtype=np.int32)
         for rank, first in self.first_slice.items():
             stage = self.stages[self.stage_of(rank)]
             causes = self.execution.waited_for[stage.begin : stage.end]
@@ -332,8 +334,6 @@ def _segment_times(graph: OpGraph, execution: Execution) -> tuple[Int64, Int64]:
 
 def _moments_of_events(allocate: Int64, release: Int64, events: Int64, execution: Execution) -> Int64:
     """Start of the operation whose event each entry of ``events`` is; 0 for what is there from the beginning."""
-    from .memory import order_events
-
     ordered = order_events(allocate, release)
     position = ordered.position[events]
     return np.where(position >= 0, execution.start[position], 0)

@@ -77,7 +77,10 @@ def memory_curve(graph: OpGraph, execution: Execution, rank: int) -> MemoryCurve
     ends[released] = end
     alive = np.flatnonzero((begin <= moments[peak]) & (ends > moments[peak]))
     return MemoryCurve(
-        moments, levels, peak, _live_tensors(graph, buffers.name[alive], buffers.category[alive], buffers.size[alive])
+        moments,
+        levels,
+        peak,
+        _live_tensors(graph, buffers.name[alive], buffers.category[alive], buffers.size[alive]),
     )
 
 

@@ -1,0 +1,153 @@
+"""What a source says about all of its rows at once: framework defaults, vocabulary, FLOPs convention.
+
+Each entry states its evidence. A setting here holds for every row of the source, unless the row itself says
+otherwise; None means the source does not say, and a row that does not say either is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from op_graphs.model_flops import FlopsConvention
+
+
+@dataclass(frozen=True)
+class TflopsConvention:
+    """How a source turned time into TFLOP/s, so that it can be turned back."""
+
+    formula: FlopsConvention
+    causal: bool
+    """Whether attention was halved for the causal mask."""
+    counts_recompute: bool
+    """Whether the second forward of full recompute is counted."""
+
+
+@dataclass(frozen=True)
+class SourceSettings:
+    """Settings common to all rows of a source."""
+
+    frameworks: tuple[str, ...] = ()
+    """Row frameworks, by prefix, that are plain Megatron-like runs; empty accepts any."""
+    vocab_size: int | None = None
+    seq_len: int | None = None
+    dtype: str | None = None
+    grad_reduce_dtype: str = "fp32"
+    recompute: str | None = None
+    zero: int | None = None
+    attention: str | None = None
+    schedule: str | None = None
+    sp: bool = False
+    overlap: Mapping[str, bool] = field(default_factory=dict)
+    embedding_counts_as_layer: bool = False
+    """First and last stage hold one layer less than the others."""
+    tflops: TflopsConvention | None = None
+    notes: tuple[str, ...] = ()
+    refused: str = ""
+    """Why no row of the source is expressed."""
+
+
+_NO_OVERLAP = {"grad_reduce": False, "param_gather": False, "p2p": False}
+_MEGATRON_2021 = TflopsConvention("megatron", causal=False, counts_recompute=True)
+
+_NEMO = ("nemo-24.07", "nemo-24.12", "nemo-25.02-25.04", "nemo-longseq", "megatron-bridge")
+
+SETTINGS: dict[str, SourceSettings] = {
+    # arXiv:2205.05198: Megatron-LM of 2022, mixed fp16, attention not fused; section 6.3 says gradients are reduced
+    # after the backward pass. Overlapped point-to-point transfers came to Megatron-LM in 2023.
+    "korthikanti2022": SourceSettings(
+        dtype="fp16",
+        grad_reduce_dtype="fp16",
+        zero=0,
+        attention="unfused",
+        overlap=_NO_OVERLAP,
+    ),
+    # arXiv:2104.04473: as above; the TFLOP/s of Table 1 count the recomputed forward (equation 3).
+    "megatron-sc21": SourceSettings(
+        dtype="fp16",
+        grad_reduce_dtype="fp16",
+        recompute="full",
+        zero=0,
+        attention="unfused",
+        overlap=_NO_OVERLAP,
+        tflops=_MEGATRON_2021,
+    ),
+    # vTrain: Megatron-DeepSpeed with fp16, 1F1B and recompute by the configurations in its repository; 50257 words.
+    "vtrain-ground-truth": SourceSettings(
+        vocab_size=50257,
+        dtype="fp16",
+        grad_reduce_dtype="fp16",
+        recompute="full",
+        zero=0,
+        attention="unfused",
+        schedule="1f1b",
+        overlap=_NO_OVERLAP,
+        notes=("fp16, full recompute, no ZeRO and unfused attention are the source's, not the row's",),
+    ),
+    # BigScience: Megatron-DeepSpeed of early 2022, fp16, ZeRO-1, full activation checkpointing, 250k words. The
+    # stated sizes agree with that vocabulary and a tied embedding.
+    "bigscience-tr11": SourceSettings(
+        vocab_size=250_000,
+        dtype="fp16",
+        grad_reduce_dtype="fp16",
+        recompute="full",
+        zero=1,
+        attention="unfused",
+        schedule="1f1b",
+        overlap=_NO_OVERLAP,
+        tflops=_MEGATRON_2021,
+        notes=("fp16, full recompute, ZeRO-1 and 250k words are the source's, not the row's",),
+    ),
+    # Megatron-LM README of Core 0.8: model FLOPs without recompute, attention in full, overlaps on.
+    "megatron-readme-h100": SourceSettings(
+        zero=1,
+        attention="flash",
+        sp=True,
+        tflops=TflopsConvention("megatron", causal=False, counts_recompute=False),
+    ),
+    # NSDI 2024: flash attention in the Megatron-LM baseline; the rows of MegaScale itself change the model.
+    "megascale": SourceSettings(frameworks=("Megatron-LM",), dtype="bf16", zero=1, attention="flash"),
+    # Megatron-Core 0.6 with Transformer Engine; its launch script (training/benchmarks/llama3_8B/megatron/
+    # pretrain_llama3.sh) sets the distributed optimizer, sequence parallelism and flash attention, and no overlap.
+    "flagperf": SourceSettings(
+        frameworks=("Megatron-core",),
+        zero=1,
+        attention="flash",
+        schedule="1f1b",
+        overlap=_NO_OVERLAP,
+    ),
+    # InternEvo: configs/7B_sft.py has flash attention, overlap_sync_grad on, overlap_sync_param off, bf16, and tensor
+    # parallelism without sequence parallelism (mode mtp).
+    "internevo": SourceSettings(
+        dtype="bf16",
+        grad_reduce_dtype="bf16",
+        zero=1,
+        attention="flash",
+        schedule="1f1b",
+        overlap={"grad_reduce": True, "param_gather": False, "p2p": False},
+    ),
+    # arXiv:2401.10241: Megatron-LM fork, no recompute, one layer less on the first and on the last stage; its
+    # examples/pretrain_zero_bubble.sh has fp16, flash attention and no overlapped point-to-point transfers. The
+    # vocabulary is not stated; the sizes of all four models agree with 32,000 words and a tied embedding.
+    "zero-bubble": SourceSettings(
+        vocab_size=32_000,
+        dtype="fp16",
+        grad_reduce_dtype="fp16",
+        recompute="none",
+        zero=0,
+        attention="flash",
+        overlap=_NO_OVERLAP,
+        embedding_counts_as_layer=True,
+        notes=("fp16, flash attention and 32,000 words are the source's, not the row's",),
+    ),
+    # NeMo and Megatron-Bridge: distributed optimizer, sequence parallelism with tp, Transformer Engine attention. What
+    # is recomputed is in their recipes, not on the pages the rows come from.
+    **{name: SourceSettings(zero=1, attention="flash", sp=True) for name in _NEMO},
+    "megatron-golden": SourceSettings(
+        refused="functional tests of small models, launch bound; their argument lists are not read yet"
+    ),
+    # PyTorch FSDP; ZeRO-3 or ZeRO-2 comes from the row.
+    "llm-foundry-mpt": SourceSettings(vocab_size=50368, attention="flash", schedule="1f1b"),
+}
+
+UNKNOWN_SOURCE = SourceSettings()

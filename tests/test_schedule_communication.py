@@ -1,0 +1,156 @@
+"""The pass that writes out sends and receives: where they stand, and that no rank can wait for ever."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from schedule_plans import plans, rows
+
+from schedules import (
+    Action,
+    Schedule,
+    ScheduleError,
+    add_communication,
+    build_schedule,
+    check_schedule,
+    parse_csv,
+    simulate_unit_times,
+    without_communication,
+)
+
+
+def transfers(schedule: Schedule) -> list[Action]:
+    return [action for _, _, action in schedule.steps() if action.is_send or action.is_receive]
+
+
+def batches(row: tuple[Action, ...]) -> list[list[Action]]:
+    """The transfers before, between and after the compute actions of a rank."""
+    found: list[list[Action]] = [[]]
+    for action in row:
+        if action.is_compute:
+            found.append([])
+        else:
+            found[-1].append(action)
+    return found
+
+
+def runs_with_blocking_batches(schedule: Schedule) -> bool:
+    """Whether all ranks reach their end if every transfer of a batch blocks until its peer is posted too."""
+    waiting = [batches(row) for row in schedule.actions]
+    posted: set[Action] = set()
+    at = [0] * schedule.pp
+    for rank in range(schedule.pp):
+        posted.update(waiting[rank][0])
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(schedule.pp):
+            here = waiting[rank]
+            if at[rank] < len(here) and all(transfer.peer in posted for transfer in here[at[rank]]):
+                at[rank] += 1
+                moved = True
+                if at[rank] < len(here):
+                    posted.update(here[at[rank]])
+    return all(at[rank] == len(waiting[rank]) for rank in range(schedule.pp))
+
+
+def test_1f1b_pairs_a_send_forward_with_a_receive_backward_as_megatron_does():
+    assert rows(add_communication(build_schedule("1f1b", 2, 1, 3))) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2",
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2",
+    ]
+
+
+def test_split_backwards_send_the_gradient_of_the_input_only():
+    split = parse_csv("0F0,0I0,0W0\n1F0,1I0,1W0")
+    assert rows(add_communication(split)) == [
+        "0F0 0SEND_F0 0RECV_B0 0I0 0W0",
+        "1RECV_F0 1F0 1I0 1SEND_B0 1W0",
+    ]
+
+
+def test_stages_on_one_rank_do_not_send_to_each_other():
+    v_shape = parse_csv("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0")
+    assert rows(add_communication(v_shape)) == [
+        "0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0",
+        "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0",
+    ]
+    assert not transfers(add_communication(build_schedule("1f1b", 1, 1, 4)))
+
+
+def test_an_overlapped_action_receives_for_both_parts_and_sends_from_both():
+    overlapped = parse_csv("0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1")
+    assert rows(add_communication(overlapped))[1] == (
+        "1RECV_F0 1F0 1RECV_F1 (1F1;1B0)OVERLAP_F_B 1SEND_B0 1B1 1SEND_B1"
+    )
+
+
+def moved_receives(schedule: Schedule) -> set[tuple[int, str]]:
+    """(rank, kind) of receives that do not stand right before the action that consumes them."""
+    moved = set()
+    for rank, row in enumerate(schedule.actions):
+        consumers = [action for action in row if action.is_compute]
+        for batch, consumer in zip(batches(row), consumers, strict=False):
+            moved |= {
+                (rank, receive.kind.value)
+                for receive in batch
+                if receive.is_receive and (receive.stage, receive.microbatch) != consumer[0:3:2]
+            }
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("plan", "moved"),
+    [
+        (("gpipe", 4, 1, 8), set()),
+        (("1f1b", 4, 1, 8), set()),
+        (("1f1b", 4, 1, 2), set()),
+        (("interleaved-1f1b", 4, 2, 16, 8), {(0, "RECV_F"), (3, "RECV_B")}),
+        (("interleaved-1f1b", 4, 4, 12, 6), {(0, "RECV_F"), (3, "RECV_B")}),
+    ],
+)
+def test_only_receives_that_hold_up_everybody_move_forward(plan, moved):
+    """They are those from the other end of the pipeline, which are sent long before they are needed."""
+    assert moved_receives(add_communication(build_schedule(*plan))) == moved
+
+
+@given(plans())
+@settings(max_examples=80, deadline=None)
+def test_every_schedule_runs_with_blocking_and_with_non_blocking_sends(plan):
+    computes = build_schedule(*plan)
+    schedule = add_communication(computes)
+    assert runs_with_blocking_batches(schedule)
+    check_schedule(schedule)
+    assert simulate_unit_times(schedule).makespan == simulate_unit_times(computes).makespan
+    assert without_communication(schedule) == computes
+    assert len(transfers(schedule)) == 4 * (computes.stages - 1) * computes.microbatches * (computes.pp > 1)
+
+
+def test_the_blocking_simulation_can_fail():
+    """Receives left right before their consumer stop an interleaved schedule whose groups exceed the pipeline."""
+    schedule = add_communication(build_schedule("interleaved-1f1b", 4, 2, 16, 8))
+    late = []
+    for row in schedule.actions:
+        kept: list[Action] = []
+        receives = {(r.stage, r.kind.value[-1], r.microbatch): r for r in row if r.is_receive}
+        for action in row:
+            if action.is_compute and (
+                receive := receives.get((action.stage, action.kind.value, action.microbatch))
+            ):
+                kept.append(receive)
+            if not action.is_receive:
+                kept.append(action)
+        late.append(tuple(kept))
+    assert not runs_with_blocking_batches(schedule.with_actions(tuple(late)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "complaint"),
+    [
+        (add_communication(build_schedule("1f1b", 2, 1, 2)), "holds sends or receives already"),
+        (parse_csv("0F0,0B0\n1B0,1F0"), "deadlock"),
+    ],
+)
+def test_what_the_pass_cannot_take(schedule, complaint):
+    with pytest.raises(ScheduleError, match=complaint):
+        add_communication(schedule)

@@ -1,0 +1,26 @@
+"""What a timeline, simulated or measured, says about where its time went."""
+
+from __future__ import annotations
+
+from tracesim.analysis.breakdown import (
+    DIMENSIONS,
+    Breakdown,
+    KindTotal,
+    breakdowns,
+    group_dimension,
+    slice_dimensions,
+    top_kernels,
+)
+from tracesim.analysis.windows import Window, step_windows
+
+__all__ = [
+    "DIMENSIONS",
+    "Breakdown",
+    "KindTotal",
+    "Window",
+    "breakdowns",
+    "group_dimension",
+    "slice_dimensions",
+    "step_windows",
+    "top_kernels",
+]

@@ -1,0 +1,64 @@
+"""``tracesim read``, ``tracesim diff`` and ``tracesim open``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ..diff import diff_timelines, render_diff
+from ..open_trace import open_trace
+from ..readers import read_trace
+from ..trace_report import describe_trace, render_description
+from .printing import output_console, print_json, progress
+
+_TRACE = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("traces", nargs=-1, required=True, type=_TRACE)
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def read(traces: tuple[Path, ...], as_json: bool) -> None:
+    """Say what TRACES hold: device, ranks, steps, streams, coverage of the classification, and what is odd.
+
+    A trace is a torch.profiler file (.json, .json.gz), a .pftrace of tracesim, or a folder of ranks.
+    """
+    with progress("reading"):
+        description = describe_trace(read_trace(list(traces)))
+    if as_json:
+        print_json(description)
+    else:
+        render_description(description, output_console())
+
+
+@click.command()
+@click.argument("a", type=_TRACE)
+@click.argument("b", type=_TRACE)
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+@click.option(
+    "--fail-over",
+    type=float,
+    metavar="PCT",
+    help="Exit with 1 if B's iteration time exceeds A's by more than this many percent.",
+)
+def diff(a: Path, b: Path, as_json: bool, fail_over: float | None) -> None:
+    """Compare two traces, simulated or real, each one file or a folder of ranks."""
+    with progress("reading"):
+        difference = diff_timelines(read_trace([a]), read_trace([b]))
+    if as_json:
+        print_json(difference)
+    else:
+        render_diff(difference, output_console())
+    if fail_over is not None:
+        change = difference["iteration_time_ms"]["relative_percent"]
+        if change is None or change > fail_over:
+            click.echo(f"iteration time differs by {change} %, more than {fail_over} %", err=True)
+            raise click.exceptions.Exit(1)
+
+
+@click.command("open")
+@click.argument("trace", type=_TRACE)
+def open_command(trace: Path) -> None:
+    """Open TRACE in ui.perfetto.dev: serve it on 127.0.0.1:9001 to that page only, once."""
+    fetched = open_trace(trace, announce=lambda page: click.echo(f"opening {page} (Ctrl-C stops)"))
+    click.echo("fetched by the browser" if fetched else "stopped before the browser fetched it")

@@ -1,0 +1,74 @@
+"""Duration of fused (flash) attention: the work really done over one efficiency, plus what does not scale.
+
+Work counts only the query-key pairs that a causal mask or a sliding window leaves, and the products a kernel runs:
+two forward (scores, values), five backward (the scores again and four gradients). The efficiency of the backward and
+of heads whose query and value sizes differ are ratios to the forward efficiency at equal head sizes.
+
+Left out: block waste at the causal diagonal, the tail of the longest query tile (it hides in the fixed cost), splits
+along the keys for few heads, and the generation of the kernel, which matters more than the machine for short
+sequences and small heads. The algorithm is Dao, "FlashAttention-2" (arXiv:2307.08691).
+"""
+
+from __future__ import annotations
+
+from hardware_profiles.profile import AttentionFigures
+from op_graphs.graph import AttentionShape
+
+CALIBRATED_HEAD_SIZE = 128
+"""Smallest head size among the rows the efficiencies are fitted on."""
+
+CALIBRATED_LENGTH = 2048
+"""Key length below which fixed costs and idle SMs dominate and the rows say nothing."""
+
+
+def attention_ns(
+    shape: AttentionShape, figures: AttentionFigures, peak_flop_per_ns: float, flops: float = 0.0
+) -> float:
+    """Duration of one fused attention kernel, forward or backward.
+
+    Args:
+        shape: sizes in tokens and elements.
+        figures: how fast the machine runs attention.
+        peak_flop_per_ns: dense peak, FLOP/ns.
+        flops: work really done, for masks that ``shape`` cannot say; 0 for :func:`attention_flops`.
+
+    Returns:
+        Nanoseconds.
+    """
+    efficiency = figures.forward_efficiency
+    if shape.backward:
+        efficiency *= figures.backward_ratio
+    if shape.head_size != shape.value_head_size:
+        efficiency *= figures.wide_head_ratio
+    work = flops or attention_flops(shape)
+    return figures.fixed_us * 1e3 + work / (peak_flop_per_ns * efficiency)
+
+
+def attention_flops(shape: AttentionShape) -> float:
+    """FLOPs of the pairs that the mask leaves: two products forward, five backward with the recomputed scores."""
+    if shape.backward:
+        sizes = 3 * shape.head_size + 2 * shape.value_head_size
+    else:
+        sizes = shape.head_size + shape.value_head_size
+    return 2.0 * shape.batch * shape.heads * _pairs(shape) * sizes
+
+
+def is_calibrated(shape: AttentionShape) -> bool:
+    """Whether a shape lies in the range the efficiencies come from."""
+    return shape.head_size >= CALIBRATED_HEAD_SIZE and shape.key_length >= CALIBRATED_LENGTH
+
+
+def _pairs(shape: AttentionShape) -> float:
+    """Query-key pairs left by the mask, in the continuum (a causal square is exactly half).
+
+    The last query sees the last key, as flash attention aligns a mask whose sides differ.
+    """
+    queries, keys = float(shape.query_length), float(shape.key_length)
+    window = min(float(shape.window), keys) if shape.window else keys
+    if not shape.causal:
+        return queries * window
+    # Query i of [0, queries) sees keys - queries + i keys, at least none and at most the window.
+    first, last = max(keys - queries, 0.0), keys
+    full = min(max(last - window, 0.0), last - first)
+    rising_from, rising_to = min(first, window), min(last, window)
+    return (rising_to**2 - rising_from**2) / 2 + full * window

@@ -1,0 +1,25 @@
+"""Device memory beyond the sum of live buffers: what the allocator of the framework reserves for them."""
+
+from .caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemoryError
+from .replay_allocations import (
+    AllocationEvents,
+    AllocatorUsage,
+    MemoryState,
+    OutOfMemoryReport,
+    order_events,
+    replay_allocations,
+    replay_events,
+)
+
+__all__ = [
+    "AllocationEvents",
+    "AllocatorSettings",
+    "AllocatorUsage",
+    "CachingAllocator",
+    "MemoryState",
+    "OutOfMemoryError",
+    "OutOfMemoryReport",
+    "order_events",
+    "replay_allocations",
+    "replay_events",
+]

@@ -1,0 +1,95 @@
+"""The report of a run as tables for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_CATEGORIES = ("weights", "gradients", "optimizer_states", "activations", "temporary", "communication")
+_DIMENSIONS = ("tp", "cp", "ep", "pp", "dp")
+
+
+def render_report(report: dict[str, Any], console: Console) -> None:
+    """Print a report (:func:`tracesim.report.build_report`): summary, time of each stage, memory of each stage."""
+    model = report["model"]
+    console.print(
+        f"{report['name']}: {model['name']} ({model['parameters'] / 1e9:.2f} B parameters) on "
+        f"{report['world_size']} x {report['hardware']}",
+        soft_wrap=True,
+    )
+    console.print(_summary(report))
+    console.print(_time(report))
+    console.print(_memory(report))
+    console.print(
+        "limits: host launch time, clock throttling and jitter between ranks are not modelled", style="dim"
+    )
+
+
+def _summary(report: dict[str, Any]) -> Table:
+    table = Table("figure", "value", show_header=False)
+    table.columns[1].justify = "right"
+    fits = "fits" if report["fits_in_memory"] else "DOES NOT FIT"
+    rows = {
+        "iteration time": f"{report['iteration_time_ms']:,.1f} ms",
+        "tokens per second": f"{report['tokens_per_second']:,.0f}",
+        "tokens per second per GPU": f"{report['tokens_per_second_per_gpu']:,.0f}",
+        "model TFLOP/s per GPU": f"{report['model_tflops_per_gpu']:,.1f}",
+        "MFU (causal attention)": f"{report['mfu']:.1%}",
+        "MFU (full attention)": f"{report['mfu_full_attention']:.1%}",
+        "HFU": f"{report['hfu']:.1%}",
+        "pipeline bubble": f"{report['pipeline_bubble_fraction']:.1%}",
+        "exposed communication": f"{report['exposed_communication_fraction']:.1%}",
+        "peak memory allocated": f"{report['peak_allocated_gib']:.2f} GiB",
+        "peak memory reserved": f"{report['peak_reserved_gib']:.2f} of {report['memory_capacity_gib']:.1f} GiB, {fits}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _time(report: dict[str, Any]) -> Table:
+    stages = report["stages"]
+    shown = [d for d in _DIMENSIONS if any(stage["exposed_communication_ms"][d] for stage in stages)]
+    table = Table(
+        "stage", "layers", "ranks", "compute", *(f"exposed {d}" for d in shown), "idle", "optimizer",
+        title="time of each pipeline stage, ms",
+    )  # fmt: skip
+    for column in table.columns:
+        column.justify = "right"
+    for stage in stages:
+        figures = [
+            stage["compute_ms"],
+            *(stage["exposed_communication_ms"][d] for d in shown),
+            stage["idle_ms"],
+            stage["optimizer_ms"],
+        ]
+        table.add_row(
+            str(stage["stage"]),
+            str(stage["layers"]),
+            str(stage["ranks"]),
+            *(f"{figure:,.1f}" for figure in figures),
+        )
+    return table
+
+
+def _memory(report: dict[str, Any]) -> Table:
+    stages = report["stages"]
+    shown = [c for c in _CATEGORIES if any(stage["memory_at_peak_gib"][c] for stage in stages)]
+    table = Table(
+        "stage", "reserved", "allocated", *(c.replace("_", " ") for c in shown), "largest at peak",
+        title="memory of each pipeline stage at its peak, GiB",
+    )  # fmt: skip
+    for column in table.columns[:-1]:
+        column.justify = "right"
+    for stage in stages:
+        largest = next((t for t in stage["alive_at_peak"] if t["category"] == "activations"), None)
+        table.add_row(
+            str(stage["stage"]),
+            f"{stage['peak_reserved_gib']:.2f}",
+            f"{stage['peak_allocated_gib']:.2f}",
+            *(f"{stage['memory_at_peak_gib'][c]:.2f}" for c in shown),
+            f"{largest['count']} x {largest['name']}: {largest['gib']:.2f}" if largest else "",
+        )
+    return table

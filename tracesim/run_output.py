@@ -1,0 +1,54 @@
+"""What ``tracesim run -o DIR`` writes: trace, report and picture, each file whole or not there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from exporters import write_chrome, write_perfetto
+from exporters.pipeline_svg import pipeline_svg
+from op_graphs.timeline import Timeline
+
+from .output import atomic_write
+from .simulate import Simulation
+
+
+def _perfetto(timeline: Timeline, folder: Path) -> list[Path]:
+    path = folder / "trace.pftrace"
+    with atomic_write(path) as stream:
+        write_perfetto(timeline, stream)
+    return [path]
+
+
+def _chrome(timeline: Timeline, folder: Path) -> list[Path]:
+    return list(write_chrome(timeline, folder))
+
+
+def _svg(timeline: Timeline, folder: Path) -> list[Path]:
+    path = folder / "pipeline.svg"
+    with atomic_write(path) as stream:
+        stream.write(pipeline_svg(timeline).encode())
+    return [path]
+
+
+_WRITERS: dict[str, Callable[[Timeline, Path], list[Path]]] = {
+    "perfetto": _perfetto,
+    "chrome": _chrome,
+    "svg": _svg,
+}
+FORMATS = tuple(_WRITERS)
+"""Names of the formats a run can be written in."""
+
+
+def write_outputs(
+    simulation: Simulation, folder: Path, formats: Sequence[str], ranks: Sequence[int] | None
+) -> list[Path]:
+    """Write the trace in each format, and ``report.json``; returns the files in that order."""
+    timeline = simulation.timeline(ranks)
+    written = [path for name in formats for path in _WRITERS[name](timeline, folder)]
+    report = folder / "report.json"
+    with atomic_write(report) as stream:
+        text = json.dumps(simulation.report, indent=2, ensure_ascii=False, allow_nan=False)
+        stream.write((text + "\n").encode())
+    return [*written, report]

@@ -1,0 +1,312 @@
+"""Which combinations of scenario fields are possible, and which of the possible ones can be simulated so far.
+
+The rules on degrees, layers and batches are those Megatron-LM enforces when it starts (``training/arguments.py``,
+``TransformerConfig.__post_init__``), so a scenario that passes is one that could be launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from hardware_profiles.profile import HardwareProfile
+from op_graphs.model import ModelDescription
+from op_graphs.plan import OverlapPlan, ParallelPlan, TrainingPlan
+from op_graphs.stage_layout import layers_per_stage
+
+from .scenario_fields import Problems, show_value
+
+MAX_WORLD_SIZE = 1 << 20
+MAX_ACTIONS = 1 << 20
+"""Forward passes of all stages in a step; more would neither fit in memory nor be read by anybody."""
+_LARGEST_ADVICE = 1 << 10
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A scenario whose fields are sound one by one; ``model`` and ``hardware`` are None where they could not be read.
+
+    ``dtype`` is the name the scenario uses, which can be a precision that ``training.dtype`` cannot express yet.
+    """
+
+    model: ModelDescription | None
+    hardware: HardwareProfile | None
+    parallel: ParallelPlan
+    training: TrainingPlan
+    schedule: str
+    overlap: OverlapPlan
+    dtype: str
+
+
+# Legal values of the contract that nothing lowers yet: one line each, deleted when the work is done.
+_BUILT: tuple[tuple[str, Callable[[Draft], object], tuple[object, ...]], ...] = (
+    ("parallel.cp", lambda draft: draft.parallel.cp, (1,)),
+    ("parallel.ep", lambda draft: draft.parallel.ep, (1,)),
+    ("parallel.etp", lambda draft: draft.parallel.etp, (1,)),
+    ("parallel.zero", lambda draft: draft.parallel.zero, (0, 1)),
+    ("parallel.hsdp_shard", lambda draft: draft.parallel.hsdp_shard, (None,)),
+    ("parallel.layout", lambda draft: draft.parallel.layout, (None,)),
+    ("training.dtype", lambda draft: draft.dtype, ("bf16", "fp16", "fp32")),
+    (
+        "schedule",
+        lambda draft: "FILE.csv" if draft.schedule.endswith(".csv") else draft.schedule,
+        ("gpipe", "1f1b", "interleaved-1f1b", "FILE.csv"),
+    ),
+)
+_BUILT_RECOMPUTE_MODULES = ("core_attn",)
+
+
+def refuse_unbuilt(draft: Draft, problems: Problems) -> None:
+    """Note every field whose value is legal but cannot be simulated by this version."""
+    for path, value_of, available in _BUILT:
+        value = value_of(draft)
+        if problems.sound(path) and value not in available:
+            problems.add(path, value, f"is not simulated yet; available: {_join(available)}")
+    for module in draft.training.recompute.modules:
+        path = "training.recompute.modules"
+        if problems.sound(path) and module not in _BUILT_RECOMPUTE_MODULES:
+            problems.add(path, module, f"is not simulated yet; available: {_join(_BUILT_RECOMPUTE_MODULES)}")
+
+
+def check_combinations(draft: Draft, problems: Problems) -> None:
+    """Note every combination of fields that cannot exist, with its limit and the nearest choice."""
+    if draft.model is not None:
+        _check_tensor_parallel(draft.model, draft, problems)
+        _check_stages(draft.model, draft.parallel, problems)
+        _check_positions(draft.model, draft, problems)
+    _check_sequence(draft, problems)
+    _check_chunks(draft, problems)
+    _check_precision(draft, problems)
+    _check_size(draft, problems)
+
+
+def resolve_microbatches(
+    parallel: ParallelPlan,
+    micro_batch_size: int,
+    num_microbatches: int | None,
+    global_batch_size: int | None,
+    problems: Problems,
+) -> int:
+    """Microbatches of one data-parallel rank, from either of the two fields; noted and 1 where they do not fit.
+
+    Without either there are as many as fill the pipeline once: pp.
+    """
+    if not problems.sound(
+        "parallel.dp",
+        "training.micro_batch_size",
+        "training.num_microbatches",
+        "training.global_batch_size",
+    ):
+        return 1
+    step = micro_batch_size * parallel.dp
+    sizes = f"micro_batch_size * dp = {micro_batch_size} * {parallel.dp} = {step}"
+    nearest = _nearest_multiples(global_batch_size or step, step)
+    if global_batch_size is None:
+        return num_microbatches or parallel.pp
+    if global_batch_size % step:
+        problems.add(
+            "training.global_batch_size",
+            global_batch_size,
+            f"is not a multiple of {sizes} ({_world(parallel)}); nearest: {nearest}",
+        )
+        return num_microbatches or 1
+    found = global_batch_size // step
+    if num_microbatches is not None and num_microbatches != found:
+        problems.add(
+            "training.num_microbatches",
+            num_microbatches,
+            f"does not agree with global_batch_size {global_batch_size}: {sizes}, so it is {found} microbatches; "
+            "give one of the two",
+        )
+    return found
+
+
+def _check_tensor_parallel(model: ModelDescription, draft: Draft, problems: Problems) -> None:
+    tp = draft.parallel.tp
+    if not problems.sound("parallel.tp"):
+        return
+    fitting = [
+        degree
+        for degree in _divisors(model.heads)
+        if not model.hidden_size % degree and not model.ffn_size % degree and _fits_kv_heads(model, degree)
+    ]
+    advice = f"nearest: {_nearest_of(tp, fitting)}"
+    limits = {
+        f"attention heads ({model.heads})": model.heads % tp,
+        f"hidden size ({model.hidden_size})": model.hidden_size % tp,
+        f"FFN size ({model.ffn_size})": model.ffn_size % tp,
+    }
+    broken = [name for name, remainder in limits.items() if remainder]
+    if broken:
+        problems.add(
+            "parallel.tp", tp, f"does not divide the {' and the '.join(broken)} of {model.name}; {advice}"
+        )
+    elif not _fits_kv_heads(model, tp):
+        rule = f"neither divides the key-value heads ({model.kv_heads}) of {model.name} nor is a multiple of them"
+        problems.add("parallel.tp", tp, f"{rule}; {advice}")
+
+
+def _fits_kv_heads(model: ModelDescription, tp: int) -> bool:
+    return model.kv_heads % tp == 0 or tp % model.kv_heads == 0
+
+
+def _check_stages(model: ModelDescription, parallel: ParallelPlan, problems: Problems) -> None:
+    paths = ("parallel.pp", "parallel.vpp", "parallel.first_stage_layers", "parallel.last_stage_layers")
+    if not problems.sound(*paths, "parallel.layout") or parallel.layout is not None:
+        return
+    try:
+        layers_per_stage(model.layers, parallel)
+    except ValueError as error:
+        uneven = parallel.first_stage_layers is not None or parallel.last_stage_layers is not None
+        given = f", first_stage_layers = {show_value(parallel.first_stage_layers)}" if uneven else ""
+        given += f", last_stage_layers = {show_value(parallel.last_stage_layers)}" if uneven else ""
+        problems.add(
+            "parallel.pp",
+            parallel.pp,
+            f"with vpp = {parallel.vpp}{given} does not fit the {model.layers} layers of {model.name}: {error}; "
+            f"{_stage_advice(model.layers, parallel)}",
+        )
+
+
+def _stage_advice(layers: int, parallel: ParallelPlan) -> str:
+    tried = range(1, min(layers, _LARGEST_ADVICE) + 1)
+    if parallel.first_stage_layers is not None or parallel.last_stage_layers is not None:
+        named = "last_stage_layers" if parallel.first_stage_layers is None else "first_stage_layers"
+        wanted = getattr(parallel, named)
+        fitting = [n for n in tried if _splits(layers, _with_end(parallel, named, n))]
+        if fitting:
+            return f"nearest {named}: {_nearest_of(wanted, fitting)}"
+    even = replace(parallel, first_stage_layers=None, last_stage_layers=None)
+    fitting = [pp for pp in tried if _splits(layers, replace(even, pp=pp))]
+    advice = f"nearest pp: {_nearest_of(parallel.pp, fitting)}" if fitting else ""
+    chunks = [vpp for vpp in tried if _splits(layers, replace(even, vpp=vpp))]
+    if parallel.vpp > 1 and chunks:
+        advice += f"{', or ' if advice else ''}nearest vpp: {_nearest_of(parallel.vpp, chunks)}"
+    if parallel.first_stage_layers is None and parallel.pp > 1 and parallel.stages <= layers:
+        ends = [n for n in tried if _splits(layers, replace(even, first_stage_layers=n))]
+        if ends:
+            advice += f", or first_stage_layers: {_nearest_of(layers // parallel.pp, ends)}"
+    return advice
+
+
+def _with_end(parallel: ParallelPlan, named: str, layers: int) -> ParallelPlan:
+    if named == "first_stage_layers":
+        return replace(parallel, first_stage_layers=layers)
+    return replace(parallel, last_stage_layers=layers)
+
+
+def _splits(layers: int, parallel: ParallelPlan) -> bool:
+    try:
+        layers_per_stage(layers, parallel)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_positions(model: ModelDescription, draft: Draft, problems: Problems) -> None:
+    seq_len = draft.training.seq_len
+    if (
+        model.positions == "learned"
+        and 0 < model.max_positions < seq_len
+        and problems.sound("training.seq_len")
+    ):
+        problems.add(
+            "training.seq_len",
+            seq_len,
+            f"is longer than the table of {model.max_positions} learned positions of {model.name}; "
+            f"nearest: {model.max_positions}",
+        )
+
+
+def _check_sequence(draft: Draft, problems: Problems) -> None:
+    parallel, seq_len = draft.parallel, draft.training.seq_len
+    if not problems.sound("training.seq_len", "parallel.tp", "parallel.cp", "parallel.sp"):
+        return
+    step = (parallel.tp if parallel.sp else 1) * (2 * parallel.cp if parallel.cp > 1 else 1)
+    if seq_len % step:
+        shares = [f"tp = {parallel.tp} (sp is true)"] if parallel.sp else []
+        shares += [f"2 * cp = {2 * parallel.cp}"] if parallel.cp > 1 else []
+        problems.add(
+            "training.seq_len",
+            seq_len,
+            f"is not a multiple of {' times '.join(shares)}; nearest: {_nearest_multiples(seq_len, step)}",
+        )
+
+
+def _check_chunks(draft: Draft, problems: Problems) -> None:
+    parallel, schedule = draft.parallel, draft.schedule
+    if not problems.sound("parallel.pp", "parallel.vpp", "schedule"):
+        return
+    if parallel.vpp > 1 and parallel.pp == 1:
+        problems.add(
+            "parallel.vpp", parallel.vpp, "model chunks need a pipeline, pp is 1; set vpp: 1 or pp: 2"
+        )
+    elif parallel.vpp > 1 and schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
+        problems.add(
+            "parallel.vpp",
+            parallel.vpp,
+            f"needs a schedule with several model chunks a rank, schedule is {schedule}; "
+            "set schedule: interleaved-1f1b or vpp: 1",
+        )
+    microbatches = draft.training.num_microbatches
+    batch_is_sound = problems.sound("training", "training.global_batch_size", "training.num_microbatches")
+    if schedule == "interleaved-1f1b" and batch_is_sound and microbatches % parallel.pp:
+        problems.add(
+            "training.num_microbatches",
+            microbatches,
+            f"is not a multiple of pp = {parallel.pp}, as interleaved-1f1b needs; "
+            f"nearest: {_nearest_multiples(microbatches, parallel.pp)}",
+        )
+
+
+def _check_precision(draft: Draft, problems: Problems) -> None:
+    if draft.hardware is None or not problems.sound("training.dtype"):
+        return
+    known = draft.hardware.peak_tflops
+    family = {"fp8-tensorwise": "fp8", "fp8-blockwise": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
+    if family.get(draft.dtype, draft.dtype) not in known:
+        problems.add(
+            "training.dtype",
+            draft.dtype,
+            f"has no peak rate in the hardware profile {draft.hardware.name}; known there: {', '.join(sorted(known))}",
+        )
+
+
+def _check_size(draft: Draft, problems: Problems) -> None:
+    parallel = draft.parallel
+    if parallel.world_size > MAX_WORLD_SIZE and problems.sound("parallel.tp", "parallel.pp", "parallel.dp"):
+        problems.note("parallel", f"{_world(parallel)} ranks are more than the limit of {MAX_WORLD_SIZE}")
+    actions = parallel.stages * draft.training.num_microbatches
+    if actions > MAX_ACTIONS and problems.sound("parallel.pp", "parallel.vpp"):
+        problems.note(
+            "training",
+            f"pp * vpp * num_microbatches = {actions} forward passes are more than the limit of {MAX_ACTIONS}; "
+            "simulate fewer microbatches",
+        )
+
+
+def _world(parallel: ParallelPlan) -> str:
+    return f"world size tp*cp*pp*dp = {parallel.tp}*{parallel.cp}*{parallel.pp}*{parallel.dp} = {parallel.world_size}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, min(number, _LARGEST_ADVICE) + 1) if number % divisor == 0]
+
+
+def _nearest_of(value: int, choices: Iterable[int]) -> str:
+    """The nearest choice below and the nearest above a value."""
+    below = [choice for choice in choices if choice <= value]
+    above = [choice for choice in choices if choice > value]
+    return " or ".join(
+        str(choice) for choice in ([max(below)] if below else []) + ([min(above)] if above else [])
+    )
+
+
+def _nearest_multiples(value: int, step: int) -> str:
+    return _nearest_of(
+        value, [multiple for multiple in (value // step * step, (value // step + 1) * step) if multiple]
+    )
+
+
+def _join(values: tuple[object, ...]) -> str:
+    return ", ".join(show_value(value) for value in values)

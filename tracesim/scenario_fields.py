@@ -1,0 +1,301 @@
+"""The keys of a scenario file: what each accepts, its default, and reading them with every problem noted.
+
+Only single fields are judged here; combinations are judged in ``tracesim.scenario_checks``. Adding a field is one
+line in :data:`FIELDS` and a field of the same name in the plan of ``op_graphs.plan``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from op_graphs.plan import OverlapPlan, ParallelPlan, Recompute, TrainingPlan
+from op_graphs.vocabulary import DType
+
+from .yaml_reading import describe_type
+
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved-1f1b",
+    "interleaved-zb",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "dualpipe",
+    "dualpipev",
+)
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
+RECOMPUTE_METHODS = ("uniform", "block")
+DTYPES: dict[str, DType | None] = {
+    "fp32": DType.FP32,
+    "fp16": DType.FP16,
+    "bf16": DType.BF16,
+    "fp8-tensorwise": None,
+    "fp8-blockwise": None,
+    "mxfp8": None,
+    "nvfp4": None,
+}
+"""Training precisions by the name a scenario uses; None where no lowering exists yet."""
+REDUCE_DTYPES = {"fp32": DType.FP32, "bf16": DType.BF16, "fp16": DType.FP16}
+
+
+@dataclass(frozen=True)
+class FieldRule:
+    """What a key accepts, in words and as a predicate, and the value it has when left out."""
+
+    expects: str
+    accepts: Callable[[object], bool]
+    default: object
+    choices: tuple[str, ...] = ()
+
+
+def _count(default: int, limit: int = 1 << 20) -> FieldRule:
+    return FieldRule(f"must be a whole number from 1 to {limit}", lambda v: _is_count(v, limit), default)
+
+
+def _optional_count(limit: int = 1 << 20) -> FieldRule:
+    return FieldRule(
+        f"must be a whole number from 1 to {limit}, or null",
+        lambda value: value is None or _is_count(value, limit),
+        None,
+    )
+
+
+def _flag(default: bool) -> FieldRule:
+    return FieldRule("must be true or false", lambda value: isinstance(value, bool), default)
+
+
+def _choice(default: str, choices: Iterable[str]) -> FieldRule:
+    names = tuple(choices)
+    return FieldRule(
+        f"must be one of {', '.join(names)}",
+        lambda value: isinstance(value, str) and value in names,
+        default,
+        names,
+    )
+
+
+def _is_count(value: object, limit: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= limit
+
+
+def _is_level(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 3
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+_PARALLEL, _TRAINING, _OVERLAP = ParallelPlan(), TrainingPlan(), OverlapPlan()
+
+FIELDS: dict[str, dict[str, FieldRule]] = {
+    "parallel": {
+        "tp": _count(_PARALLEL.tp),
+        "sp": _flag(_PARALLEL.sp),
+        "cp": _count(_PARALLEL.cp),
+        "cp_comm": _choice(_PARALLEL.cp_comm, ("p2p", "a2a", "allgather", "a2a+p2p")),
+        "pp": _count(_PARALLEL.pp),
+        "vpp": _count(_PARALLEL.vpp),
+        "dp": _count(_PARALLEL.dp),
+        "ep": _count(_PARALLEL.ep),
+        "etp": _count(_PARALLEL.etp),
+        "zero": FieldRule("must be 0, 1, 2 or 3", _is_level, _PARALLEL.zero),
+        "hsdp_shard": _optional_count(),
+        "first_stage_layers": _optional_count(),
+        "last_stage_layers": _optional_count(),
+        "layout": FieldRule(
+            'must be a Megatron layout text such as "Et*3|t*4|t*4L", or null',
+            lambda value: value is None or _is_text(value),
+            None,
+        ),
+        "order": FieldRule(
+            "must name tp, cp, ep, dp and pp once each, joined by -, such as tp-cp-ep-dp-pp",
+            lambda value: (
+                isinstance(value, str) and sorted(value.split("-")) == ["cp", "dp", "ep", "pp", "tp"]
+            ),
+            _PARALLEL.order,
+        ),
+    },
+    "training": {
+        "seq_len": _count(_TRAINING.seq_len, 1 << 24),
+        "micro_batch_size": _count(_TRAINING.micro_batch_size),
+        "num_microbatches": _optional_count(),
+        "global_batch_size": _optional_count(1 << 31),
+        "dtype": _choice("bf16", DTYPES),
+        "grad_reduce_dtype": _choice("fp32", REDUCE_DTYPES),
+        "optimizer": _choice(_TRAINING.optimizer, ("adam",)),
+        "recompute": FieldRule("", lambda value: True, "none"),
+        "cross_entropy_fusion": _flag(_TRAINING.cross_entropy_fusion),
+        "attention": _choice(_TRAINING.attention, ("flash", "unfused")),
+    },
+    "overlap": {
+        "grad_reduce": _flag(_OVERLAP.grad_reduce),
+        "param_gather": _flag(_OVERLAP.param_gather),
+        "p2p": _flag(_OVERLAP.p2p),
+        "tp": _flag(_OVERLAP.tp),
+        "ep": _flag(_OVERLAP.ep),
+    },
+}
+_OTHER_NAMES = {
+    "tensor": "tp",
+    "pipeline": "pp",
+    "data": "dp",
+    "context": "cp",
+    "expert": "ep",
+    "sequence_parallel": "sp",
+    "virtual": "vpp",
+    "mbs": "micro_batch_size",
+    "gbs": "global_batch_size",
+    "seq_length": "seq_len",
+    "gpu": "hardware",
+    "precision": "dtype",
+}
+"""What other tools call a key, by its beginning."""
+TOP_KEYS = ("name", "model", "hardware", "parallel", "training", "schedule", "overlap")
+RECOMPUTE_KEYS = ("modules", "layers", "method")
+
+
+@dataclass
+class Problems:
+    """Everything wrong with a scenario, gathered so that all of it is told at once.
+
+    ``overrides`` are the dotted paths set on the command line, ``given`` those written in ``source``.
+    """
+
+    source: str
+    given: set[str] = field(default_factory=set)
+    overrides: set[str] = field(default_factory=set)
+    lines: list[str] = field(default_factory=list)
+    paths: set[str] = field(default_factory=set)
+
+    def add(self, path: str, value: object, rule: str) -> None:
+        """Note that the field at ``path`` has a value that breaks ``rule``."""
+        self.lines.append(f"{path}: {show_value(value)} ({self.origin(path)}) {rule}")
+        self.paths.add(path)
+
+    def note(self, path: str, message: str) -> None:
+        """Note a problem with ``path`` that has no single value; a message that begins with the path says it once."""
+        self.lines.append(message if message.startswith(path) else f"{path}: {message}")
+        self.paths.add(path)
+
+    def origin(self, path: str) -> str:
+        """Where the value at ``path`` comes from, for a message."""
+        parts = path.split(".")
+        prefixes = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+        if prefixes & self.overrides:
+            return "from --set"
+        return f"from {self.source}" if path in self.given else "default"
+
+    def sound(self, *paths: str) -> bool:
+        """Whether nothing was noted about any of these fields, so that they can be judged together."""
+        return self.paths.isdisjoint(paths)
+
+
+def show_value(value: object) -> str:
+    """A value as YAML would show it, cut to a readable length."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = str(value) if isinstance(value, (str, int, float)) else repr(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def nearest_key(key: object, valid: Collection[str]) -> str:
+    """Advice for an unknown key: the nearest valid one if any is near, else all of them."""
+    near = difflib.get_close_matches(str(key), valid, n=1, cutoff=0.5)
+    near += [ours for theirs, ours in _OTHER_NAMES.items() if str(key).startswith(theirs) and ours in valid]
+    return f"did you mean {near[0]}?" if near else f"valid: {', '.join(valid)}"
+
+
+def check_keys(path: str, mapping: Mapping[Any, Any], valid: Collection[str], problems: Problems) -> None:
+    """Note every key of ``mapping`` that is not one of ``valid``."""
+    for key in mapping:
+        if key not in valid:
+            where = f"{path}.{show_value(key)}" if path else show_value(key)
+            problems.note(where, f"unknown key ({problems.origin(where)}); {nearest_key(key, valid)}")
+
+
+def read_section(section: str, raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+    """Values of a section with defaults filled in; a field that breaks its rule is noted and gets its default."""
+    rules = FIELDS[section]
+    mapping = raw.get(section)
+    if mapping is None:
+        mapping = {}
+    elif not isinstance(mapping, Mapping):
+        problems.add(
+            section, mapping, f"is a {describe_type(mapping)}, must be a mapping of {', '.join(rules)}"
+        )
+        mapping = {}
+    problems.given.update(f"{section}.{key}" for key in mapping)
+    check_keys(section, mapping, rules, problems)
+    values: dict[str, Any] = {}
+    for key, rule in rules.items():
+        value = mapping.get(key, rule.default)
+        if not rule.accepts(value):
+            problems.add(
+                f"{section}.{key}", value, f"{_kind_note(value)}{rule.expects}{_nearest(value, rule)}"
+            )
+            value = rule.default
+        values[key] = value
+    return values
+
+
+def read_recompute(value: object, problems: Problems) -> Recompute:
+    """What ``training.recompute`` says: ``none``, ``full``, or a mapping of modules, layers and method.
+
+    A mapping with modules is selective; one without is full recompute with its layers and method.
+    """
+    path = "training.recompute"
+    if value in ("none", "full"):
+        return Recompute(mode=str(value))
+    if not isinstance(value, Mapping):
+        hint = (
+            "; selective recompute of Megatron-LM is {modules: [core_attn]}" if value == "selective" else ""
+        )
+        problems.add(path, value, f"must be none, full, or a mapping of modules, layers, method{hint}")
+        return Recompute()
+    problems.given.update(f"{path}.{key}" for key in value)
+    check_keys(path, value, RECOMPUTE_KEYS, problems)
+    layers, method = value.get("layers", 1), value.get("method", "uniform")
+    if not _is_count(layers, 1 << 20):
+        problems.add(f"{path}.layers", layers, "must be a whole number from 1")
+    if method not in RECOMPUTE_METHODS:
+        problems.add(f"{path}.method", method, f"must be {' or '.join(RECOMPUTE_METHODS)}")
+    if value.get("modules") is None:
+        if not {"layers", "method"} & set(value):
+            problems.add(path, dict(value), "is empty; write none, full, or give modules, layers or method")
+        return Recompute("full", (), layers, method)
+    modules = _read_modules(value["modules"], problems)
+    if {"layers", "method"} & set(value):
+        problems.note(
+            path, "layers and method belong to full recompute and modules to selective; give one or the other"
+        )
+    return Recompute("selective", modules)
+
+
+def _read_modules(value: object, problems: Problems) -> tuple[str, ...]:
+    path = "training.recompute.modules"
+    if not isinstance(value, (list, tuple)) or not value:
+        problems.add(path, value, f"must be a list of one or more of {', '.join(RECOMPUTE_MODULES)}")
+        return ()
+    for module in value:
+        if module not in RECOMPUTE_MODULES:
+            problems.add(path, module, f"is not a module; {nearest_key(module, RECOMPUTE_MODULES)}")
+    if len({str(module) for module in value}) < len(value):
+        problems.add(path, value, "names a module twice; name each once")
+    return tuple(str(module) for module in value)
+
+
+def _kind_note(value: object) -> str:
+    return f"is a {describe_type(value)}, " if isinstance(value, (bool, float, str, list, dict)) else ""
+
+
+def _nearest(value: object, rule: FieldRule) -> str:
+    near = difflib.get_close_matches(str(value).lower(), rule.choices, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
