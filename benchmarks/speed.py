@@ -6,8 +6,13 @@ Each figure is one function that returns values by name, units in the names, and
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 import numpy as np
@@ -62,8 +67,42 @@ def perfetto_export() -> Figure:
     }
 
 
+def large_model_step() -> Figure:
+    """llama3-405b, tp8 pp8, 64 microbatches: everything ``tracesim run -o`` does, in a process of its own.
+
+    The limits are 15 s and 2 GiB; ``python_start_s`` is what starting an interpreter with numpy costs in the same run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tracesim", "run", "llama3-405b-tp8-pp8-dp8", "-o", folder]
+        seconds, memory = _child(command)
+        trace = Path(folder) / "trace.pftrace"
+        report = json.loads((Path(folder) / "report.json").read_text())
+        size = trace.stat().st_size
+    start, _ = _child([sys.executable, "-c", "import numpy"])
+    return {
+        "run_and_export_s": seconds,
+        "python_start_s": start,
+        "peak_memory_mib": memory / 2**20,
+        "trace_mib": size / 2**20,
+        "iteration_time_ms": report["iteration_time_ms"],
+    }
+
+
+def _child(command: list[str]) -> tuple[float, int]:
+    """Wall seconds and peak resident bytes of a child process."""
+    before = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - before
+    if os.waitstatus_to_exitcode(status):
+        raise RuntimeError(f"{' '.join(command)} ended with {os.waitstatus_to_exitcode(status)}")
+    # Linux counts KiB, macOS bytes.
+    return seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 FIGURES: dict[str, Callable[[], Figure]] = {
     "perfetto_export": perfetto_export,
+    "large_model_step": large_model_step,
 }
 
 
