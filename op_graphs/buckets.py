@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .parameters import ParameterTensor
+from .plan import ParallelPlan
+from .vocabulary import Dimension
 
 _MINIMUM_BUCKET_ELEMENTS = 40_000_000
 _ELEMENTS_PER_RANK = 1_000_000
@@ -21,9 +23,13 @@ _ELEMENTS_PER_RANK = 1_000_000
 class Bucket:
     """Parameters that are reduced, and gathered, in one collective."""
 
+    dimension: Dimension
+    """``DP``, or ``EDP`` for experts."""
     elements: int
     modules: tuple[str, ...]
     """Modules whose parameters lie in the bucket."""
+    unit: str = ""
+    """Layer number, ``embedding`` or ``head``, where a bucket is one unit of a sharded model."""
 
 
 def parameter_module(tensor: ParameterTensor) -> str:
@@ -32,18 +38,56 @@ def parameter_module(tensor: ParameterTensor) -> str:
 
 
 def form_buckets(
-    tensors: Sequence[ParameterTensor], data_parallel_size: int, *, split: bool
+    tensors: Sequence[ParameterTensor], parallel: ParallelPlan, *, split: bool
 ) -> tuple[Bucket, ...]:
-    """Buckets in the order in which backward completes them; one bucket for all where ``split`` is false."""
-    limit = max(_MINIMUM_BUCKET_ELEMENTS, _ELEMENTS_PER_RANK * data_parallel_size)
+    """Buckets of dense parameters, then of experts, each in the order in which backward completes them.
+
+    Experts are replicated over fewer ranks and have buckets of their own. Without ``split`` there is one for each.
+    """
+    dense = [tensor for tensor in tensors if not tensor.is_expert]
+    experts = [tensor for tensor in tensors if tensor.is_expert]
+    return (
+        *_form(dense, Dimension.DP, parallel.data_parallel_size, split),
+        *_form(experts, Dimension.EDP, parallel.expert_data_parallel_size, split),
+    )
+
+
+def _form(
+    tensors: Sequence[ParameterTensor], dimension: Dimension, group_size: int, split: bool
+) -> list[Bucket]:
+    limit = max(_MINIMUM_BUCKET_ELEMENTS, _ELEMENTS_PER_RANK * group_size)
     buckets: list[Bucket] = []
     elements, modules = 0, dict[str, None]()
     for tensor in reversed(tensors):
         elements += tensor.elements
         modules[parameter_module(tensor)] = None
         if split and elements >= limit:
-            buckets.append(Bucket(elements, tuple(modules)))
+            buckets.append(Bucket(dimension, elements, tuple(modules)))
             elements, modules = 0, {}
     if elements:
-        buckets.append(Bucket(elements, tuple(modules)))
-    return tuple(buckets)
+        buckets.append(Bucket(dimension, elements, tuple(modules)))
+    return buckets
+
+
+def form_units(tensors: Sequence[ParameterTensor]) -> tuple[Bucket, ...]:
+    """Buckets of one layer each, in the order in which backward completes them; experts of a layer are their own.
+
+    Parameters outside of layers form a unit with others of the same end of the model.
+    """
+    elements: dict[tuple[str, Dimension], int] = {}
+    modules: dict[tuple[str, Dimension], dict[str, None]] = {}
+    for tensor in reversed(tensors):
+        key = (unit_of(tensor), Dimension.EDP if tensor.is_expert else Dimension.DP)
+        elements[key] = elements.get(key, 0) + tensor.elements
+        modules.setdefault(key, {})[parameter_module(tensor)] = None
+    return tuple(
+        Bucket(dimension, count, tuple(modules[unit, dimension]), unit)
+        for (unit, dimension), count in elements.items()
+    )
+
+
+def unit_of(tensor: ParameterTensor) -> str:
+    """The unit a parameter is sharded in: its layer, or its end of the model."""
+    if tensor.layer >= 0:
+        return str(tensor.layer)
+    return "head" if tensor.name.startswith(("decoder.", "output_layer")) else "embedding"

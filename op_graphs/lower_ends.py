@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .lower_linear import (
+    Linear,
     column_parallel_backward,
     gather_sequence,
     gathered_input,
@@ -157,6 +158,10 @@ def _dense_table_gradient(
 # -- head and loss -----------------------------------------------------------------------------------------------
 
 
+def _head_linear(context: LoweringContext) -> Linear:
+    return Linear("head", "output_layer", context.model.hidden_size, context.local_vocab, context.tokens)
+
+
 def head_forward(builder: ProgramBuilder, context: LoweringContext, hidden: Tensor) -> HeadSaved:
     """Emit final norm, head and loss; returns what they keep."""
     builder.layer, builder.module = -1, "head"
@@ -167,8 +172,7 @@ def head_forward(builder: ProgramBuilder, context: LoweringContext, hidden: Tens
     builder.parameter_rows["decoder.final_layernorm"] = row
     normalized = builder.activation("final_norm_output", size, row)
     gathered = gathered_input(builder, context, "head")
-    row = linear_forward(builder, context, "head", context.local_vocab, context.model.hidden_size)
-    builder.parameter_rows["output_layer"] = row
+    row = linear_forward(builder, context, _head_linear(context))
     if gathered is not None:
         builder.release(gathered, row)
     logits = builder.activation("logits", context.item * context.tokens * context.local_vocab, row)
@@ -267,7 +271,7 @@ def head_backward(builder: ProgramBuilder, context: LoweringContext, saved: Head
         builder.release(saved.logits, row)
     builder.module = "head"
     d_normalized = column_parallel_backward(
-        builder, context, "head", "output_layer", context.local_vocab, saved.normalized, d_logits
+        builder, context, _head_linear(context), saved.normalized, d_logits
     )
     size = context.hidden_bytes
     row = builder.memory_bound(

@@ -1,48 +1,41 @@
-"""Lowering of one dense transformer layer: attention, MLP, and the residual path around them.
+"""Lowering of one transformer layer: norm, attention, residual, norm, MLP or experts, residual.
 
 Granularity and order are those of Megatron-Core with Transformer Engine: layer norms as kernels of their own, fused
-SwiGLU, fused rotary embedding, fused bias-dropout-add, weight gradients accumulated into the main gradient by the
-GEMM.
-
-Saved activations follow the same sources: the inputs of both norms, of QKV and of FC1, q, k, v, the attention output
-and its log-sum-exp, FC1's and FC2's outputs and inputs around the activation, and dropout masks.
+activation and rotary embedding, fused bias-dropout-add, weight gradients accumulated into the main gradient by the
+GEMM. Saved activations follow the same sources: the inputs of both norms and their outputs, what attention and MLP
+keep, and dropout masks. Parts named in ``recompute.modules`` keep less and run again in backward.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .lower_attention import AttentionSaved, attention_backward, attention_forward, recompute_attention
-from .lower_linear import (
-    column_parallel_backward,
-    gathered_input,
-    linear_forward,
-    row_parallel_backward,
-    row_parallel_forward,
-)
-from .lowering_context import LoweringContext, layer_parameter
+from .lower_attention import AttentionSaved, attention_backward, attention_forward
+from .lower_experts import ExpertsSaved, experts_backward, experts_forward
+from .lower_linear import layer_linear, row_parallel_backward, row_parallel_forward
+from .lower_mlp import Mlp, MlpSaved, mlp_backward, mlp_forward, recompute_mlp
+from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
 from .vocabulary import OpKind, Phase
 
 
 @dataclass
-class LinearSaved:
-    """What a norm and the column-parallel linear behind it keep."""
+class _NormSaved:
+    """Input and output of a norm; the output is None where it is recomputed."""
 
     block_input: Tensor
-    normalized: Tensor
+    normalized: Tensor | None
 
 
 @dataclass
 class LayerSaved:
     """Activations a layer keeps for its backward pass."""
 
-    attention_linear: LinearSaved
+    attention_norm: _NormSaved
     attention: AttentionSaved
-    attention_output: Tensor
-    mlp_linear: LinearSaved
-    fc1_output: Tensor
-    fc2_input: Tensor
+    mlp_norm: _NormSaved
+    mlp: MlpSaved | ExpertsSaved | None
+    """None where the whole MLP is recomputed."""
     attention_mask: Tensor | None
     """Dropout mask of the residual behind attention."""
     mlp_mask: Tensor | None
@@ -66,67 +59,53 @@ def layer_forward(
     """
     builder.layer = layer
     builder.module = "self_attention"
-    attention_linear, consumed = _norm(builder, context, "input_norm", layer, block_input)
-    attention, core_output = attention_forward(builder, context, layer, consumed)
-    module = layer_parameter(layer, "proj")
-    projected = row_parallel_forward(builder, context, "proj", module, context.local_query_size)
-    builder.forget_unless_kept(core_output, builder.last_row)
+    keep_normalized = builder.keep_activations and "layernorm" not in context.training.recompute.modules
+    normalized = _norm(builder, context, "input_layernorm", layer)
+    attention = attention_forward(builder, context, layer, normalized, keep_input=keep_normalized)
+    projected = row_parallel_forward(builder, context, layer_linear(context, layer, "proj"))
+    builder.forget_unless_kept(attention.output, builder.last_row)
     middle, attention_mask = _bias_dropout_add(builder, context, "attention_residual", projected)
+    attention_norm = _NormSaved(block_input, normalized if keep_normalized else None)
     if not keep_input:
         builder.forget_unless_kept(block_input, builder.last_row)
 
     builder.module = "mlp"
-    mlp_linear, consumed = _norm(builder, context, "pre_mlp_norm", layer, middle)
-    fc1_output, fc2_input = _fc1_and_activation(builder, context, layer, consumed)
-    module = layer_parameter(layer, "fc2")
-    projected = row_parallel_forward(builder, context, "fc2", module, context.local_ffn_size)
-    builder.forget_unless_kept(fc2_input, builder.last_row)
+    normalized = _norm(builder, context, "pre_mlp_layernorm", layer)
+    mlp, projected = _mlp_forward(builder, context, layer, normalized, keep_input=keep_normalized)
+    mlp_norm = _NormSaved(middle, normalized if keep_normalized else None)
     output, mlp_mask = _bias_dropout_add(builder, context, "mlp_residual", projected)
     builder.forget_unless_kept(middle, builder.last_row)
-    saved = LayerSaved(
-        attention_linear, attention, core_output, mlp_linear, fc1_output, fc2_input, attention_mask, mlp_mask
-    )
-    return saved, output
+    return LayerSaved(attention_norm, attention, mlp_norm, mlp, attention_mask, mlp_mask), output
 
 
-def _norm(
-    builder: ProgramBuilder, context: LoweringContext, name: str, layer: int, block_input: Tensor
-) -> tuple[LinearSaved, Tensor | None]:
-    """A norm and, with sequence parallelism, the gather behind it.
-
-    Returns what is kept, and the tensor that the GEMM which reads it has to release (None if it is kept).
-    """
+def _norm(builder: ProgramBuilder, context: LoweringContext, name: str, layer: int) -> Tensor:
     size = context.hidden_bytes
     row = builder.memory_bound(
         name, OpKind.NORM, read=size, written=size, access="reduction", dtype=context.dtype
     )
-    builder.parameter_rows.setdefault(layer_parameter(layer, name), row)
-    normalized = builder.activation(f"{name}_output", size, row)
-    saved = LinearSaved(block_input, normalized)
-    gathered = gathered_input(builder, context, name)
-    if gathered is None:
-        return saved, None if builder.keep_activations else normalized
-    builder.forget_unless_kept(normalized, len(builder) - 1)
-    return saved, gathered
+    builder.parameter_rows.setdefault(context.module(layer, name), row)
+    return builder.activation(f"{name}_output", size, row)
 
 
-def _fc1_and_activation(
-    builder: ProgramBuilder, context: LoweringContext, layer: int, consumed: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """First linear and activation of the MLP; returns the output of each."""
-    row = linear_forward(builder, context, "fc1", context.local_fc1_size, context.model.hidden_size)
-    builder.parameter_rows.setdefault(layer_parameter(layer, "fc1"), row)
-    if consumed is not None:
-        builder.release(consumed, row)
-    fc1_bytes = context.item * context.tokens * context.local_fc1_size
-    fc2_bytes = context.item * context.tokens * context.local_ffn_size
-    fc1_output = builder.activation("fc1_output", fc1_bytes, row)
-    row = builder.memory_bound(
-        context.model.activation, OpKind.ELEMENTWISE, read=fc1_bytes, written=fc2_bytes, dtype=context.dtype
-    )
-    fc2_input = builder.activation("fc2_input", fc2_bytes, row)
-    builder.forget_unless_kept(fc1_output, row)
-    return fc1_output, fc2_input
+def _recomputes_mlp(context: LoweringContext, layer: int) -> bool:
+    modules = context.training.recompute.modules
+    return ("moe" if context.model.is_moe_layer(layer) else "mlp") in modules
+
+
+def _mlp_forward(
+    builder: ProgramBuilder, context: LoweringContext, layer: int, normalized: Tensor, *, keep_input: bool
+) -> tuple[MlpSaved | ExpertsSaved | None, Tensor]:
+    keep = builder.keep_activations
+    recomputed = keep and _recomputes_mlp(context, layer)
+    builder.keep_activations = keep and not recomputed
+    saved: MlpSaved | ExpertsSaved
+    if context.model.is_moe_layer(layer):
+        saved, output = experts_forward(builder, context, layer, normalized, keep_input=keep_input)
+    else:
+        mlp = Mlp.dense(context, layer)
+        saved, output = mlp_forward(builder, context, mlp, normalized, keep_input=keep_input)
+    builder.keep_activations = keep
+    return None if recomputed else saved, output
 
 
 def _bias_dropout_add(
@@ -155,55 +134,91 @@ def layer_backward(
     """Emit the backward pass of a layer; takes the gradient of its output, returns the gradient of its input."""
     builder.layer = layer
     builder.module = "mlp"
-    d_fc1 = _mlp_backward(builder, context, layer, saved, gradient)
+    branch = _residual_backward(builder, context, "mlp_residual", "fc2", saved.mlp_mask, gradient)
+    normalized = _normalized(builder, context, "pre_mlp_layernorm", layer, saved.mlp_norm)
+    d_normalized = _mlp_backward(
+        builder, context, layer, saved.mlp, normalized, branch, owned=branch != gradient
+    )
     gradient = _norm_backward(
-        builder, context, "fc1", "pre_mlp_norm", layer, saved.mlp_linear, d_fc1, gradient
+        builder, context, "pre_mlp_layernorm", layer, saved.mlp_norm, d_normalized, gradient
     )
     builder.module = "self_attention"
     branch = _residual_backward(
-        builder, context, "attention_residual", layer, "proj", saved.attention_mask, gradient
+        builder, context, "attention_residual", "proj", saved.attention_mask, gradient
     )
-    module = layer_parameter(layer, "proj")
-    d_core, row = row_parallel_backward(builder, context, "proj", module, context.local_query_size)
-    if branch is not gradient:
-        builder.release(branch, row)
-    attention = saved.attention
-    if attention.recomputed:
-        attention = recompute_attention(builder, context, attention)
-    d_qkv = attention_backward(builder, context, attention, saved.attention_output, d_core)
+    d_core = _projection_backward(builder, context, layer, saved.attention, branch, gradient)
+    normalized = _normalized(builder, context, "input_layernorm", layer, saved.attention_norm)
+    d_normalized = attention_backward(builder, context, layer, saved.attention, normalized, d_core)
     return _norm_backward(
-        builder, context, "qkv", "input_norm", layer, saved.attention_linear, d_qkv, gradient
+        builder, context, "input_layernorm", layer, saved.attention_norm, d_normalized, gradient
     )
+
+
+def _normalized(
+    builder: ProgramBuilder, context: LoweringContext, name: str, layer: int, saved: _NormSaved
+) -> Tensor:
+    """The norm's output: kept, or computed again."""
+    if saved.normalized is not None:
+        return saved.normalized
+    phase, builder.phase = builder.phase, Phase.RECOMPUTE
+    normalized = _norm(builder, context, name, layer)
+    builder.phase = phase
+    return normalized
 
 
 def _mlp_backward(
-    builder: ProgramBuilder, context: LoweringContext, layer: int, saved: LayerSaved, gradient: Tensor
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    layer: int,
+    saved: MlpSaved | ExpertsSaved | None,
+    normalized: Tensor,
+    d_output: Tensor,
+    *,
+    owned: bool,
 ) -> Tensor:
-    """Backward of residual, FC2 and activation; returns the gradient of FC1's output."""
-    branch = _residual_backward(builder, context, "mlp_residual", layer, "fc2", saved.mlp_mask, gradient)
-    width = context.local_ffn_size
-    d_fc2_input, row = row_parallel_backward(builder, context, "fc2", layer_parameter(layer, "fc2"), width)
-    builder.release(saved.fc2_input, row)
-    if branch is not gradient:
-        builder.release(branch, row)
-    fc1_bytes = context.item * context.tokens * context.local_fc1_size
-    row = builder.memory_bound(
-        f"{context.model.activation}_backward",
-        OpKind.ELEMENTWISE,
-        read=fc1_bytes + context.item * context.tokens * width,
-        written=fc1_bytes,
-        dtype=context.dtype,
-    )
-    builder.release(d_fc2_input, row)
-    builder.release(saved.fc1_output, row)
-    return builder.temporary("fc1_gradient", fc1_bytes, row)
+    """Backward of MLP or experts, run again first where they kept nothing; returns the gradient of their input."""
+    if context.model.is_moe_layer(layer):
+        if saved is None:
+            phase, builder.phase = builder.phase, Phase.RECOMPUTE
+            saved, output = experts_forward(builder, context, layer, normalized, keep_input=True)
+            builder.release(output, builder.last_row)
+            builder.phase = phase
+        assert isinstance(saved, ExpertsSaved)
+        return experts_backward(builder, context, layer, saved, normalized, d_output, owned=owned)
+    mlp = Mlp.dense(context, layer)
+    if saved is None:
+        saved = recompute_mlp(builder, context, mlp, normalized)
+    assert isinstance(saved, MlpSaved)
+    return mlp_backward(builder, context, mlp, saved, normalized, d_output, owned=owned)
+
+
+def _projection_backward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    layer: int,
+    saved: AttentionSaved,
+    branch: Tensor,
+    residual: Tensor,
+) -> Tensor:
+    """Backward of the output projection; its input may be what core attention's backward still reads."""
+    consumed: tuple[Tensor, ...] = ()
+    borrowed: tuple[Tensor, ...] = ()
+    if saved.output == saved.core.output:
+        borrowed = (saved.output,)
+    else:
+        consumed = (saved.output,)
+    if branch == residual:
+        borrowed = (*borrowed, branch)
+    else:
+        consumed = (*consumed, branch)
+    linear = layer_linear(context, layer, "proj")
+    return row_parallel_backward(builder, context, linear, branch, consumed=consumed, borrowed=borrowed)
 
 
 def _residual_backward(
     builder: ProgramBuilder,
     context: LoweringContext,
     name: str,
-    layer: int,
     linear: str,
     mask: Tensor | None,
     gradient: Tensor,
@@ -224,7 +239,7 @@ def _residual_backward(
         builder.release(mask, row)
         gradient = builder.temporary(f"{name}_gradient", size, row)
     if context.model.mlp_bias if linear == "fc2" else context.model.attention_output_bias:
-        row = builder.memory_bound(
+        builder.memory_bound(
             f"{linear}_bias_gradient",
             OpKind.REDUCTION,
             read=size,
@@ -239,33 +254,28 @@ def _residual_backward(
 def _norm_backward(
     builder: ProgramBuilder,
     context: LoweringContext,
-    linear: str,
-    norm: str,
+    name: str,
     layer: int,
-    saved: LinearSaved,
-    d_output: Tensor,
+    saved: _NormSaved,
+    d_normalized: Tensor,
     residual_gradient: Tensor,
 ) -> Tensor:
-    """Backward of norm and column-parallel linear with the residual path; returns the gradient of the block input."""
-    outputs = context.local_qkv_size if linear == "qkv" else context.local_fc1_size
-    d_normalized = column_parallel_backward(
-        builder, context, linear, layer_parameter(layer, linear), outputs, saved.normalized, d_output
-    )
+    """Backward of a norm, joined with the residual path; returns the gradient of the block's input."""
     size = context.hidden_bytes
     row = builder.memory_bound(
-        f"{norm}_backward",
+        f"{name}_backward",
         OpKind.NORM,
         read=2 * size,
         written=size,
         access="reduction",
         dtype=context.dtype,
     )
-    builder.gradient_rows[layer_parameter(layer, norm)] = row
+    builder.gradient_rows[context.module(layer, name)] = row
     builder.release(d_normalized, row)
     builder.release(saved.block_input, row)
     d_input = builder.temporary("input_gradient", size, row)
     row = builder.memory_bound(
-        f"{linear}_residual_gradient", OpKind.ELEMENTWISE, read=2 * size, written=size, dtype=context.dtype
+        "residual_gradient", OpKind.ELEMENTWISE, read=2 * size, written=size, dtype=context.dtype
     )
     builder.release(residual_gradient, row)
     return d_input

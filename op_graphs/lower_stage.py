@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .buckets import Bucket, form_buckets
+from .buckets import Bucket
+from .data_parallel import DataParallelism
 from .lower_ends import (
     EmbeddingSaved,
     HeadSaved,
@@ -20,10 +21,11 @@ from .lower_ends import (
     head_forward,
 )
 from .lower_layer import LayerSaved, layer_backward, layer_forward
+from .lower_linear import run_deferred
 from .lowering_context import LoweringContext
 from .parameters import ParameterTensor, parameters_on_stage
 from .program import Program, ProgramBuilder, Tensor
-from .vocabulary import Communication, Dimension, MemoryCategory, OpKind, Phase
+from .vocabulary import MemoryCategory, Phase
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,19 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkPrograms:
-    """Programs of a chunk; ``first``/``last`` are the variants with data-parallel communication."""
+    """Programs of a chunk; ``first``/``last`` are the variants with data-parallel communication.
+
+    The backward exists whole, and split into one for the input and one for the weights (zero-bubble schedules).
+    """
 
     chunk: Chunk
     forward: Program
     forward_first: Program
     backward: Program
     backward_last: Program
+    backward_input: Program
+    backward_weight: Program
+    backward_weight_last: Program
     parameters: tuple[ParameterTensor, ...]
     buckets: tuple[Bucket, ...]
 
@@ -77,21 +85,27 @@ def lower_chunk(context: LoweringContext, chunk: Chunk) -> ChunkPrograms:
         chunk.has_embedding,
         chunk.has_head,
         seq_len=context.training.seq_len,
+        ep=context.parallel.ep,
+        etp=context.parallel.etp,
     )
-    parallel = context.parallel
-    group_size = parallel.dp * parallel.cp
-    split = chunk.stage == 0 and context.overlap.grad_reduce
-    buckets = form_buckets(parameters, group_size, split=split)
-    builder, saved = _forward(context, chunk)
+    rules = DataParallelism(context)
+    buckets = rules.buckets(parameters, split=chunk.stage == 0 and context.overlap.grad_reduce)
+    lowering = _ChunkLowering(context, chunk, rules, buckets)
+    builder, saved = lowering.forward()
     forward = builder.build()
-    gathers = parallel.zero >= 1 and group_size > 1 and context.overlap.param_gather
-    reduces = group_size > 1 and context.overlap.grad_reduce
+    gathers = rules.zero >= 1 and not rules.reshards and context.overlap.param_gather
+    always = tuple(filter(rules.reduces, buckets)) if rules.reduces_every_microbatch else ()
+    last = always or (tuple(filter(rules.reduces, buckets)) if context.overlap.grad_reduce else ())
+    split = lowering.backward(builder, saved, (), split=True)
     return ChunkPrograms(
         chunk=chunk,
         forward=forward,
-        forward_first=_with_parameter_gather(context, chunk, buckets) if gathers else forward,
-        backward=_backward(context, chunk, builder, saved, ()).build(),
-        backward_last=_backward(context, chunk, builder, saved, buckets if reduces else ()).build(),
+        forward_first=lowering.forward_with_gather() if gathers else forward,
+        backward=lowering.backward(builder, saved, always).build(),
+        backward_last=lowering.backward(builder, saved, last).build(),
+        backward_input=split.build(),
+        backward_weight=lowering.backward_weight(builder, split, always),
+        backward_weight_last=lowering.backward_weight(builder, split, last),
         parameters=tuple(parameters),
         buckets=buckets,
     )
@@ -108,98 +122,150 @@ def recompute_groups(context: LoweringContext, layers: range) -> list[range]:
     return [layers[start : start + step] for start in range(0, len(layers), step)]
 
 
-# -- forward -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _ChunkLowering:
+    """Emits the programs of one chunk."""
 
+    context: LoweringContext
+    chunk: Chunk
+    rules: DataParallelism
+    buckets: Sequence[Bucket]
 
-def _forward(context: LoweringContext, chunk: Chunk) -> tuple[ProgramBuilder, _ForwardSaved]:
-    builder = ProgramBuilder(context.names, chunk=chunk.index, phase=Phase.FORWARD)
-    embedding: EmbeddingSaved | None = None
-    if chunk.has_embedding:
-        embedding, hidden = embedding_forward(builder, context)
-    else:
-        # The receive buffer; it exists from the moment the first kernel of the chunk reads it.
-        hidden = builder.allocate("received_activation", context.hidden_bytes, 0, MemoryCategory.ACTIVATIONS)
-    groups = {group.start: group for group in recompute_groups(context, chunk.layers)}
-    blocks: list[tuple[int, LayerSaved] | _Recomputed] = []
-    layer = chunk.layers.start
-    while layer < chunk.layers.stop:
-        group = groups.get(layer)
-        if group is None:
-            saved, hidden = layer_forward(builder, context, layer, hidden)
-            blocks.append((layer, saved))
-            layer += 1
-            continue
-        blocks.append(_Recomputed(group, hidden))
-        builder.keep_activations = False
-        for inner in group:
-            _, hidden = layer_forward(builder, context, inner, hidden, keep_input=inner == group.start)
-        builder.keep_activations = True
-        layer = group.stop
-    head: HeadSaved | None = None
-    if chunk.has_head:
-        head = head_forward(builder, context, hidden)
-    else:
-        builder.output_row = builder.last_row
-        # The output is handed to the next stage; the framework frees it once it is sent.
-        builder.release(hidden, builder.last_row)
-    return builder, _ForwardSaved(embedding, blocks, head)
+    def _units(self) -> list[str]:
+        """Units of the chunk in forward order."""
+        layers = [str(layer) for layer in self.chunk.layers]
+        ends = ["embedding"] if self.chunk.has_embedding else [], ["head"] if self.chunk.has_head else []
+        return [*ends[0], *layers, *ends[1]]
 
+    # -- forward ---------------------------------------------------------------------------------------------
 
-def _with_parameter_gather(context: LoweringContext, chunk: Chunk, buckets: Sequence[Bucket]) -> Program:
-    """The forward program with a gather of each bucket, in order of use, before the first kernel that reads it."""
-    builder, _ = _forward(context, chunk)
-    builder.layer, builder.module = -1, "data_parallel"
-    for bucket in reversed(buckets):
-        row = builder.collective(
-            "parameter_all_gather",
-            Communication.ALL_GATHER,
-            context.item * bucket.elements,
-            Dimension.DP,
-            context.group(Dimension.DP),
-            after=(),
-            phase=Phase.PARAM_SYNC,
-            dtype=context.dtype,
-        )
-        for module in bucket.modules:
-            reader = builder.parameter_rows.get(module)
-            if reader is not None:
-                builder.depend(reader, row)
-    return builder.build()
-
-
-# -- backward ----------------------------------------------------------------------------------------------------
-
-
-def _backward(
-    context: LoweringContext,
-    chunk: Chunk,
-    forward: ProgramBuilder,
-    saved: _ForwardSaved,
-    buckets: Sequence[Bucket],
-) -> ProgramBuilder:
-    """The backward program; the gradients of ``buckets`` are reduced as soon as each is complete."""
-    builder = ProgramBuilder(context.names, chunk=chunk.index, phase=Phase.BACKWARD_INPUT, forward=forward)
-    reduction = _GradientReduction(builder, context, buckets)
-    if saved.head is not None:
-        gradient = head_backward(builder, context, saved.head)
-        reduction.emit_complete()
-    else:
-        gradient = builder.allocate("received_gradient", context.hidden_bytes, 0, MemoryCategory.TEMPORARY)
-    for block in reversed(saved.blocks):
-        if isinstance(block, _Recomputed):
-            layers = _recompute(builder, context, block)
+    def forward(self) -> tuple[ProgramBuilder, _ForwardSaved]:
+        """The forward program under construction, and what it keeps."""
+        context, chunk = self.context, self.chunk
+        builder = ProgramBuilder(context.names, chunk=chunk.index, phase=Phase.FORWARD)
+        weights = _ShardedWeights(builder, self.rules, self._units()).with_buckets(self.buckets)
+        embedding: EmbeddingSaved | None = None
+        if chunk.has_embedding:
+            weights.enter("embedding")
+            embedding, hidden = embedding_forward(builder, context)
+            weights.leave("embedding")
         else:
-            layers = [block]
-        for layer, layer_saved in reversed(layers):
-            gradient = layer_backward(builder, context, layer, layer_saved, gradient)
+            # The receive buffer; it exists from the moment the first kernel of the chunk reads it.
+            hidden = builder.allocate(
+                "received_activation", context.hidden_bytes, 0, MemoryCategory.ACTIVATIONS
+            )
+        blocks, hidden = self._layers_forward(builder, weights, hidden)
+        head: HeadSaved | None = None
+        if chunk.has_head:
+            weights.enter("head")
+            head = head_forward(builder, context, hidden)
+            weights.leave("head")
+        else:
+            builder.output_row = builder.last_row
+            # The output is handed to the next stage; the framework frees it once it is sent.
+            builder.release(hidden, builder.last_row)
+        return builder, _ForwardSaved(embedding, blocks, head)
+
+    def _layers_forward(
+        self, builder: ProgramBuilder, weights: _ShardedWeights, hidden: Tensor
+    ) -> tuple[list[tuple[int, LayerSaved] | _Recomputed], Tensor]:
+        context, layers = self.context, self.chunk.layers
+        groups = {group.start: group for group in recompute_groups(context, layers)}
+        blocks: list[tuple[int, LayerSaved] | _Recomputed] = []
+        layer = layers.start
+        while layer < layers.stop:
+            group = groups.get(layer)
+            if group is not None:
+                blocks.append(_Recomputed(group, hidden))
+            builder.keep_activations = group is None
+            for inner in group or range(layer, layer + 1):
+                weights.enter(str(inner))
+                keep_input = group is not None and inner == group.start
+                saved, hidden = layer_forward(builder, context, inner, hidden, keep_input=keep_input)
+                weights.leave(str(inner))
+            builder.keep_activations = True
+            if group is None:
+                blocks.append((layer, saved))
+            layer = group.stop if group else layer + 1
+        return blocks, hidden
+
+    def forward_with_gather(self) -> Program:
+        """The forward program with a gather of each bucket, in order of use, before its first reader."""
+        builder, _ = self.forward()
+        for bucket in filter(self.rules.gathers, reversed(self.buckets)):
+            row = self.rules.emit_gather(builder, bucket, after=[])
+            for module in bucket.modules:
+                reader = builder.parameter_rows.get(module)
+                if reader is not None:
+                    builder.depend(reader, row)
+        return builder.build()
+
+    # -- backward --------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        forward: ProgramBuilder,
+        saved: _ForwardSaved,
+        buckets: Sequence[Bucket],
+        *,
+        split: bool = False,
+    ) -> ProgramBuilder:
+        """The backward program; the gradients of ``buckets`` are reduced as soon as each is complete.
+
+        With ``split``, the weight-gradient GEMMs are put off to :meth:`backward_weight`.
+        """
+        context = self.context
+        builder = ProgramBuilder(
+            context.names, chunk=self.chunk.index, phase=Phase.BACKWARD_INPUT, forward=forward
+        )
+        builder.deferred = [] if split else None
+        weights = _ShardedWeights(builder, self.rules, self._units()[::-1]).with_buckets(self.buckets)
+        reduction = _GradientReduction(builder, self.rules, buckets)
+        if saved.head is not None:
+            weights.enter("head")
+            gradient = head_backward(builder, context, saved.head)
+            weights.leave("head")
             reduction.emit_complete()
-    if saved.embedding is not None:
-        embedding_backward(builder, context, saved.embedding, gradient)
-        reduction.emit_complete()
-    else:
-        builder.output_row = builder.last_row
-        builder.release(gradient, builder.last_row)
-    return builder
+        else:
+            gradient = builder.allocate(
+                "received_gradient", context.hidden_bytes, 0, MemoryCategory.TEMPORARY
+            )
+        for block in reversed(saved.blocks):
+            for layer in block.layers if isinstance(block, _Recomputed) else (block[0],):
+                weights.enter(str(layer))
+            layers = _recompute(builder, context, block) if isinstance(block, _Recomputed) else [block]
+            for layer, layer_saved in reversed(layers):
+                gradient = layer_backward(builder, context, layer, layer_saved, gradient)
+                weights.leave(str(layer))
+                reduction.emit_complete()
+        if saved.embedding is not None:
+            weights.enter("embedding")
+            embedding_backward(builder, context, saved.embedding, gradient)
+            weights.leave("embedding")
+            reduction.emit_complete()
+        else:
+            builder.output_row = builder.last_row
+            builder.release(gradient, builder.last_row)
+        return builder
+
+    def backward_weight(
+        self, forward: ProgramBuilder, backward_input: ProgramBuilder, buckets: Sequence[Bucket]
+    ) -> Program:
+        """The second half of a split backward: the weight-gradient GEMMs its first half put off."""
+        builder = ProgramBuilder(
+            self.context.names,
+            chunk=self.chunk.index,
+            phase=Phase.BACKWARD_WEIGHT,
+            forward=forward,
+            backward_input=backward_input,
+        )
+        # Gradients without a GEMM (norms, biases, embeddings) are complete after the first half.
+        builder.gradient_rows.update(dict.fromkeys(backward_input.gradient_rows, -1))
+        reduction = _GradientReduction(builder, self.rules, buckets)
+        assert backward_input.deferred is not None
+        for _ in run_deferred(builder, backward_input.deferred):
+            reduction.emit_complete()
+        return builder.build()
 
 
 def _recompute(
@@ -220,43 +286,75 @@ def _recompute(
 class _GradientReduction:
     """Emits the reduction of each bucket once every gradient in it is complete."""
 
-    def __init__(self, builder: ProgramBuilder, context: LoweringContext, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, builder: ProgramBuilder, rules: DataParallelism, buckets: Sequence[Bucket]) -> None:
         self._builder = builder
-        self._context = context
+        self._rules = rules
         self._open = list(buckets)
+        self._begin = 0
 
     def emit_complete(self) -> None:
-        done = self._builder.gradient_rows
-        while self._open and all(module in done for module in self._open[0].modules):
-            emit_gradient_reduction(self._builder, self._context, self._open.pop(0).elements)
+        """Reduce every bucket whose last gradient the operations added since the last call complete."""
+        builder, rules = self._builder, self._rules
+        for bucket in list(self._open):
+            if not all(module in builder.gradient_rows for module in bucket.modules):
+                continue
+            self._open.remove(bucket)
+            row = rules.emit_reduction(builder, bucket)
+            if not rules.context.overlap.grad_reduce:
+                builder.wait_for(row)
+            if rules.reduces_every_microbatch:
+                # Whole gradients of the unit live from its first weight gradient until they are scattered.
+                size = rules.context.item * bucket.elements
+                gradients = builder.allocate(
+                    "unsharded_gradients", size, self._begin, MemoryCategory.GRADIENTS
+                )
+                builder.release(gradients, row)
+        self._begin = len(builder)
 
 
-def emit_gradient_reduction(builder: ProgramBuilder, context: LoweringContext, elements: int) -> int:
-    """Scale a bucket of gradients by the data-parallel size and reduce it; returns the collective's row.
+class _ShardedWeights:
+    """Gathers a unit's weights before it runs and the next unit's while it runs, and drops them behind it.
 
-    With the distributed optimizer (``zero`` >= 1) each rank keeps only its shard of the sum.
+    Does nothing where weights are not sharded by unit.
     """
-    layer, module = builder.layer, builder.module
-    builder.layer, builder.module = -1, "data_parallel"
-    size = context.gradient_dtype.itemsize * elements
-    scale = builder.memory_bound(
-        "gradient_scale",
-        OpKind.ELEMENTWISE,
-        read=size,
-        written=size,
-        dtype=context.gradient_dtype,
-        phase=Phase.GRADIENT_SYNC,
-    )
-    sharded = context.parallel.zero >= 1
-    row = builder.collective(
-        f"gradient_{'reduce_scatter' if sharded else 'all_reduce'}",
-        Communication.REDUCE_SCATTER if sharded else Communication.ALL_REDUCE,
-        size,
-        Dimension.DP,
-        context.group(Dimension.DP),
-        after=[scale],
-        phase=Phase.GRADIENT_SYNC,
-        dtype=context.gradient_dtype,
-    )
-    builder.layer, builder.module = layer, module
-    return row
+
+    def __init__(self, builder: ProgramBuilder, rules: DataParallelism, units: Sequence[str]) -> None:
+        self._builder = builder
+        self._rules = rules
+        self._units = list(units) if rules.reshards else []
+        self._buckets: dict[str, list[Bucket]] = {}
+        self._gathered: dict[str, tuple[list[int], list[Tensor]]] = {}
+
+    def with_buckets(self, buckets: Sequence[Bucket]) -> _ShardedWeights:
+        """Set what is gathered for each unit."""
+        for bucket in buckets:
+            self._buckets.setdefault(bucket.unit, []).append(bucket)
+        return self
+
+    def enter(self, unit: str) -> None:
+        """Wait for the weights of a unit, and start gathering those of the unit behind it."""
+        if not self._units:
+            return
+        self._gather(unit)
+        self._builder.wait_for(*self._gathered[unit][0])
+        following = self._units.index(unit) + 1
+        if following < len(self._units):
+            self._gather(self._units[following])
+
+    def leave(self, unit: str) -> None:
+        """Drop the weights of a unit."""
+        if not self._units:
+            return
+        for tensor in self._gathered.pop(unit)[1]:
+            self._builder.release(tensor, self._builder.last_row)
+
+    def _gather(self, unit: str) -> None:
+        if unit in self._gathered:
+            return
+        rows, tensors = [], []
+        for bucket in filter(self._rules.gathers, self._buckets.get(unit, [])):
+            row = self._rules.emit_gather(self._builder, bucket, after=None)
+            rows.append(row)
+            size = self._rules.context.item * bucket.elements
+            tensors.append(self._builder.allocate("gathered_weights", size, row, MemoryCategory.WEIGHTS))
+        self._gathered[unit] = rows, tensors

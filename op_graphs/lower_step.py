@@ -12,16 +12,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .lower_stage import ChunkPrograms, emit_gradient_reduction
+from .buckets import form_buckets
+from .data_parallel import STATES_PER_PARAMETER, DataParallelism
+from .lower_stage import ChunkPrograms
 from .lowering_context import LoweringContext
-from .parameters import elements_of
+from .parameters import ParameterTensor, elements_of
 from .program import Program, ProgramBuilder
 from .vocabulary import Communication, Dimension, DType, MemoryCategory, OpKind, Phase
 
 RENDEZVOUS_GRADIENT_NORM = "gradient_norm_all_reduce"
 RENDEZVOUS_TIED_EMBEDDING = "tied_embedding_all_reduce"
 
-_STATES_PER_PARAMETER = {"adam": 2, "sgd": 1}
+_PERSISTENT_NAMES = {
+    MemoryCategory.WEIGHTS: "weights",
+    MemoryCategory.GRADIENTS: "main_gradients",
+    MemoryCategory.OPTIMIZER_STATES: "optimizer_states",
+}
 
 
 @dataclass(frozen=True)
@@ -65,18 +71,19 @@ def parameter_elements(chunks: Sequence[ChunkPrograms]) -> int:
     return sum(elements_of(chunk.parameters) for chunk in chunks)
 
 
-def _shard_size(context: LoweringContext) -> int:
-    return context.parallel.dp * context.parallel.cp if context.parallel.zero >= 1 else 1
+def _parameters(chunks: Sequence[ChunkPrograms]) -> list[ParameterTensor]:
+    return [tensor for chunk in chunks for tensor in chunk.parameters]
 
 
 def _before(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> Program:
+    rules = DataParallelism(context)
     builder = ProgramBuilder(context.names, chunk=-1, phase=Phase.OPTIMIZER)
     builder.module = "optimizer"
     builder.memory_bound(
         "zero_gradients",
         OpKind.MEMSET,
         read=0,
-        written=context.gradient_dtype.itemsize * parameter_elements(chunks),
+        written=rules.persistent_bytes(_parameters(chunks))[MemoryCategory.GRADIENTS],
         dtype=context.gradient_dtype,
     )
     return builder.build()
@@ -84,27 +91,21 @@ def _before(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> Progra
 
 def _after(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> Program:
     builder = ProgramBuilder(context.names, chunk=-1, phase=Phase.GRADIENT_SYNC)
-    parallel = context.parallel
-    if parallel.dp * parallel.cp > 1 and not context.overlap.grad_reduce:
+    rules = DataParallelism(context)
+    if not context.overlap.grad_reduce and not rules.reduces_every_microbatch:
         for chunk in chunks:
-            for bucket in chunk.buckets:
-                builder.wait_for(emit_gradient_reduction(builder, context, bucket.elements))
+            for bucket in filter(rules.reduces, chunk.buckets):
+                builder.wait_for(rules.emit_reduction(builder, bucket))
     builder.module = "optimizer"
     _reduce_replicated_gradients(builder, context, chunks)
     _optimizer_step(builder, context, chunks)
-    gathers = parallel.zero >= 1 and parallel.dp * parallel.cp > 1 and not context.overlap.param_gather
-    if gathers:
-        builder.module = "data_parallel"
+    if rules.zero >= 1 and not rules.reshards and not context.overlap.param_gather:
         for chunk in chunks:
-            builder.collective(
-                "parameter_all_gather",
-                Communication.ALL_GATHER,
-                context.item * elements_of(chunk.parameters),
-                Dimension.DP,
-                context.group(Dimension.DP),
-                phase=Phase.PARAM_SYNC,
-                dtype=context.dtype,
-            )
+            # One collective for each kind of parameter; nothing is there to be hidden by finer buckets.
+            for bucket in filter(
+                rules.gathers, form_buckets(chunk.parameters, context.parallel, split=False)
+            ):
+                rules.emit_gather(builder, bucket, after=None)
     return builder.build()
 
 
@@ -155,7 +156,7 @@ def _optimizer_step(
 ) -> None:
     """Gradient norm, clipping and the update of this rank's shard, all bound by memory traffic."""
     builder.phase = Phase.OPTIMIZER
-    elements = parameter_elements(chunks) / _shard_size(context)
+    elements = DataParallelism(context).sharded_elements(_parameters(chunks))
     gradient = context.gradient_dtype.itemsize * elements
     if context.dtype is DType.FP16:
         builder.memory_bound(
@@ -187,7 +188,7 @@ def _optimizer_step(
         "gradient_clip", OpKind.OPTIMIZER, read=gradient, written=gradient, dtype=context.gradient_dtype
     )
     # Master weight and states are read and written in fp32, the gradient is read.
-    states = 4.0 * elements * (_STATES_PER_PARAMETER[context.training.optimizer] + 1)
+    states = 4.0 * elements * (STATES_PER_PARAMETER[context.training.optimizer] + 1)
     builder.memory_bound(
         context.training.optimizer,
         OpKind.OPTIMIZER,
@@ -208,20 +209,14 @@ def _optimizer_step(
 def _persistent(
     context: LoweringContext, chunks: Sequence[ChunkPrograms], workspace_bytes: int
 ) -> list[PersistentBuffer]:
-    elements = parameter_elements(chunks)
-    states = _STATES_PER_PARAMETER[context.training.optimizer] + (context.dtype is not DType.FP32)
+    rules = DataParallelism(context)
     buffers = [
-        PersistentBuffer("weights", round(context.item * elements), MemoryCategory.WEIGHTS),
-        PersistentBuffer(
-            "main_gradients", round(context.gradient_dtype.itemsize * elements), MemoryCategory.GRADIENTS
-        ),
-        PersistentBuffer(
-            "optimizer_states",
-            round(4 * states * elements / _shard_size(context)),
-            MemoryCategory.OPTIMIZER_STATES,
-        ),
-        PersistentBuffer("library_workspaces", workspace_bytes, MemoryCategory.TEMPORARY),
+        PersistentBuffer(_PERSISTENT_NAMES[category], size, category)
+        for category, size in rules.persistent_bytes(_parameters(chunks)).items()
     ]
+    buffers.append(PersistentBuffer("library_workspaces", workspace_bytes, MemoryCategory.TEMPORARY))
+    if not rules.accumulates_main_gradients:
+        return [buffer for buffer in buffers if buffer.size]
     # Transformer Engine returns a dummy gradient to autograd where the GEMM already added the real one to the main
     # gradient, and keeps one for each distinct weight shape (module/_common.py, get_dummy_wgrad).
     shapes = {t.shape for c in chunks for t in c.parameters if t.role in ("weight", "head")}

@@ -92,33 +92,31 @@ class LoweringContext:
         """Vocabulary rows on this rank, padded as Megatron pads them."""
         return self.model.padded_vocab(self.tp) // self.tp
 
+    def token_bytes(self, width: int | None = None) -> float:
+        """Bytes of ``[tokens, width]``, a hidden state by default, over all tokens of the rank."""
+        return self.item * self.tokens * (self.model.hidden_size if width is None else width)
+
+    def sharded_token_bytes(self, width: int | None = None) -> float:
+        """Bytes of ``[tokens, width]`` as it lies between the tensor-parallel blocks."""
+        return self.item * self.sharded_tokens * (self.model.hidden_size if width is None else width)
+
     @property
     def gathered_bytes(self) -> float:
         """Bytes of a hidden-state tensor over all tokens of the rank."""
-        return self.item * self.tokens * self.model.hidden_size
+        return self.token_bytes()
 
     @property
     def hidden_bytes(self) -> float:
         """Bytes of a hidden-state tensor as it lies between the tensor-parallel blocks."""
-        return self.item * self.sharded_tokens * self.model.hidden_size
+        return self.sharded_token_bytes()
+
+    def module(self, layer: int, path: str) -> str:
+        """Module path of a part of a layer, as ``op_graphs.parameters`` names it; prediction heads come last."""
+        if layer >= self.model.layers:
+            return f"mtp.layers.{layer - self.model.layers}.transformer_layer.{path}"
+        return f"decoder.layers.{layer}.{path}"
 
     def group(self, dimension: Dimension) -> int:
         """Index of this rank's process group along a dimension."""
         ranks = self.parallel.group_ranks(dimension, self.rank)
         return self.names.group(dimension.name.lower(), ranks)
-
-
-_MODULES = {
-    "input_norm": "input_layernorm",
-    "qkv": "self_attention.linear_qkv",
-    "qk_norm": "self_attention.q_layernorm",
-    "proj": "self_attention.linear_proj",
-    "pre_mlp_norm": "pre_mlp_layernorm",
-    "fc1": "mlp.linear_fc1",
-    "fc2": "mlp.linear_fc2",
-}
-
-
-def layer_parameter(layer: int, part: str) -> str:
-    """Module that holds the parameters of a part of a layer, by its name in ``op_graphs.parameters``."""
-    return f"decoder.layers.{layer}.{_MODULES[part]}"

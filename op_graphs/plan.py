@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from .vocabulary import DType, Dimension
+from .vocabulary import Dimension, DType
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class ParallelPlan:
     dp: int = 1
     ep: int = 1
     etp: int = 1
+    ep_dispatcher: str = "alltoall"
     zero: int = 1
     hsdp_shard: int | None = None
     first_stage_layers: int | None = None
@@ -93,6 +94,20 @@ class ParallelPlan:
     def stages(self) -> int:
         """Pipeline stages counted over all model chunks: pp * vpp."""
         return self.pp * self.vpp
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks over which gradients of dense parameters are reduced: dp * cp."""
+        return self.dp * self.cp
+
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Ranks that hold the same experts: what is left of a stage after ep * etp."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    def replicas(self, dimension: Dimension) -> int:
+        """Ranks over which parameters are replicated: along ``DP`` dense ones, along ``EDP`` experts."""
+        return self.expert_data_parallel_size if dimension is Dimension.EDP else self.data_parallel_size
 
     def _strides(self) -> dict[str, int]:
         strides: dict[str, int] = {}
@@ -113,8 +128,12 @@ class ParallelPlan:
         """Coordinates ``tp, cp, dp, pp, ep`` of a global rank."""
         strides = self._strides()
         found = {name: rank // stride % int(getattr(self, name)) for name, stride in strides.items()}
-        found["ep"] = found["dp"] % self.ep
+        found["ep"] = self._stage_ranks(rank).index(rank) // self.etp % self.ep if self.ep > 1 else 0
         return found
+
+    def _stage_ranks(self, rank: int) -> tuple[int, ...]:
+        """Global ranks of the pipeline stage of ``rank``, ascending."""
+        return _stage_ranks(self, rank // self._strides()["pp"] % self.pp)
 
     def group_ranks(self, dimension: Dimension, rank: int) -> tuple[int, ...]:
         """Global ranks of the group of ``rank`` along a dimension, ascending.
@@ -139,12 +158,40 @@ _VARYING: dict[Dimension, tuple[str, ...]] = {
 
 @lru_cache(maxsize=4096)
 def _group_ranks(plan: ParallelPlan, dimension: Dimension, rank: int) -> tuple[int, ...]:
+    if dimension in _EXPERT_GROUPS:
+        return _expert_group(plan, dimension, rank)
     if dimension not in _VARYING:
         raise ValueError(f"no group of ranks is defined along {dimension.name}")
     at = plan.coordinates(rank)
     fixed = {name: at[name] for name in ("tp", "cp", "dp", "pp")}
     points = _points({name: int(getattr(plan, name)) for name in _VARYING[dimension]})
     return tuple(sorted(plan.rank_of(**{**fixed, **point}) for point in points))
+
+
+_EXPERT_GROUPS = (Dimension.EP, Dimension.ETP, Dimension.EDP, Dimension.ETP_EP)
+
+
+def _expert_group(plan: ParallelPlan, dimension: Dimension, rank: int) -> tuple[int, ...]:
+    """Groups of the expert layers: inside a stage, etp varies fastest, then ep, then expert data parallelism.
+
+    Source: Megatron-Core ``parallel_state.py``, the expert rank generator (tp-ep-dp order).
+    """
+    ranks = _stage_ranks(plan, plan.coordinates(rank)["pp"])
+    position, block = ranks.index(rank), plan.etp * plan.ep
+    start = position // block * block
+    chosen = {
+        Dimension.ETP: range(position // plan.etp * plan.etp, (position // plan.etp + 1) * plan.etp),
+        Dimension.EP: range(start + position % plan.etp, start + block, plan.etp),
+        Dimension.ETP_EP: range(start, start + block),
+        Dimension.EDP: range(position % block, len(ranks), block),
+    }[dimension]
+    return tuple(ranks[index] for index in chosen)
+
+
+@lru_cache(maxsize=1024)
+def _stage_ranks(plan: ParallelPlan, pp: int) -> tuple[int, ...]:
+    points = _points({"tp": plan.tp, "cp": plan.cp, "dp": plan.dp})
+    return tuple(sorted(plan.rank_of(pp=pp, **point) for point in points))
 
 
 def _points(sizes: dict[str, int]) -> list[dict[str, int]]:

@@ -21,7 +21,10 @@ _DIMENSION_STREAMS: dict[Dimension, Stream] = {
     Dimension.TP: Stream.TP,
     Dimension.CP: Stream.CP,
     Dimension.EP: Stream.EP,
+    Dimension.ETP: Stream.EP,
+    Dimension.ETP_EP: Stream.EP,
     Dimension.DP: Stream.DP,
+    Dimension.EDP: Stream.DP,
     Dimension.WORLD: Stream.DP,
     Dimension.PP: Stream.DP,
 }
@@ -47,8 +50,10 @@ class Program:
     """Pairs ``(row, dependency)``: this side is the row that waits."""
     dependencies: Int64
     buffers: ProgramBuffers
-    saved_release: Int64
+    forward_release: Int64
     """For each buffer of the matching forward program: the row here that releases it, or -1."""
+    input_release: Int64
+    """For each buffer of the matching backward-for-input program (split backward): the row here that releases it."""
     input_row: int = 0
     """Row that consumes the tensor received from the neighbouring stage."""
     output_row: int = -1
@@ -97,6 +102,20 @@ class Tensor:
     index: int
 
 
+@dataclass(frozen=True)
+class DeferredGemm:
+    """A weight-gradient GEMM that a split backward runs in its second half."""
+
+    name: str
+    shape: GemmShape
+    parameter: str
+    """Module whose gradient it completes."""
+    layer: int
+    module: str
+    reads: tuple[Tensor, ...]
+    """Buffers it reads, released behind it."""
+
+
 class ProgramBuilder:
     """Collects the operations of a program in the order the framework launches them.
 
@@ -105,7 +124,13 @@ class ProgramBuilder:
     """
 
     def __init__(
-        self, names: GraphNames, *, chunk: int, phase: Phase, forward: ProgramBuilder | None = None
+        self,
+        names: GraphNames,
+        *,
+        chunk: int,
+        phase: Phase,
+        forward: ProgramBuilder | None = None,
+        backward_input: ProgramBuilder | None = None,
     ) -> None:
         self.names = names
         self.phase = phase
@@ -118,12 +143,16 @@ class ProgramBuilder:
         self.parameter_rows: dict[str, int] = {}
         self._chunk = chunk
         self._forward = forward
+        self._backward_input = backward_input
+        self.deferred: list[DeferredGemm] | None = None
+        """Weight-gradient GEMMs put off to a program of their own, where the backward is split; None if it is not."""
+        self._held: set[Tensor] = set()
         self._rows: list[dict[str, float]] = []
         self._dependencies: list[tuple[int, int]] = []
         self._pending: list[int] = []
         self._last_compute = -1
         self._buffers: list[list[int]] = []
-        self._saved_release: dict[int, int] = {}
+        self._foreign_release: dict[Tensor, int] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -132,6 +161,11 @@ class ProgramBuilder:
     def last_row(self) -> int:
         """Row of the compute operation added last; -1 before the first."""
         return self._last_compute
+
+    @property
+    def end_row(self) -> int:
+        """Row added last, on any stream; -1 before the first."""
+        return len(self._rows) - 1
 
     # -- operations ------------------------------------------------------------------------------------------
 
@@ -207,6 +241,7 @@ class ProgramBuilder:
         after: Sequence[int] | None = None,
         phase: Phase | None = None,
         dtype: DType = DType.BF16,
+        kind: OpKind = OpKind.COLLECTIVE,
     ) -> int:
         """Add a collective over a full message of ``size`` bytes on its dimension's stream; returns its row.
 
@@ -214,7 +249,7 @@ class ProgramBuilder:
         """
         row = self._add(
             name,
-            OpKind.COLLECTIVE,
+            kind,
             _DIMENSION_STREAMS[dimension],
             phase,
             communication=communication,
@@ -224,7 +259,6 @@ class ProgramBuilder:
         )
         sources = [self._last_compute] if after is None else list(after)
         self._dependencies += [(row, source) for source in sources if source >= 0]
-        # Nothing was launched before it in this program: it inherits what the first compute would have waited for.
         return row
 
     def wait_for(self, *rows: int) -> None:
@@ -253,16 +287,35 @@ class ProgramBuilder:
             self.release(tensor, until)
         return tensor
 
+    def promote(self, tensor: Tensor, name: str) -> None:
+        """Count a buffer of this program as an activation from its allocation on."""
+        assert tensor.owner is self
+        buffer = self._buffers[tensor.index]
+        buffer[3], buffer[4] = int(MemoryCategory.ACTIVATIONS), self.names.strings.intern(name)
+
     def release(self, tensor: Tensor, row: int) -> None:
-        """Release a buffer of this program, or of the forward program this one is the backward of."""
+        """Release a buffer of this program, or of a program this one continues (its forward, its input gradient).
+
+        A buffer that a deferred GEMM still reads is left to that GEMM.
+        """
+        if tensor in self._held:
+            return
         if tensor.owner is self:
             self._buffers[tensor.index][1] = row
-        elif tensor.owner is self._forward:
-            self._saved_release[tensor.index] = row
+        elif tensor.owner in (self._forward, self._backward_input):
+            self._foreign_release[tensor] = row
         else:
-            raise AssertionError(
-                "a buffer can be released by its own program or by the matching backward only"
-            )
+            raise AssertionError("a buffer can be released by its own program or one that continues it")
+
+    def defer(self, gemm: DeferredGemm) -> None:
+        """Put a weight-gradient GEMM off to another program; what it reads stays alive until then."""
+        assert self.deferred is not None
+        self.deferred.append(gemm)
+        for tensor in gemm.reads:
+            self._held.add(tensor)
+            if tensor.owner is self:
+                self._buffers[tensor.index][1] = -1
+            self._foreign_release.pop(tensor, None)
 
     def forget_unless_kept(self, tensor: Tensor, row: int) -> None:
         """Release an activation after its last use in forward, unless it is kept for the backward pass."""
@@ -275,9 +328,6 @@ class ProgramBuilder:
         """The finished program."""
         pairs = np.array(self._dependencies, dtype=np.int64).reshape(-1, 2)
         buffers = np.array(self._buffers, dtype=np.int64).reshape(-1, 5)
-        saved = np.full(len(self._forward._buffers) if self._forward else 0, -1, dtype=np.int64)
-        for index, row in self._saved_release.items():
-            saved[index] = row
         return Program(
             operations=Operations.from_rows(self._rows, **OPERATION_DEFAULTS),
             dependency_rows=pairs[:, 0].copy(),
@@ -289,12 +339,20 @@ class ProgramBuilder:
                 category=buffers[:, 3].astype(np.int8),
                 name=buffers[:, 4].astype(np.int32),
             ),
-            saved_release=saved,
+            forward_release=self._releases_of(self._forward),
+            input_release=self._releases_of(self._backward_input),
             input_row=self.input_row,
             output_row=self.output_row,
             gradient_rows=dict(self.gradient_rows),
             parameter_rows=dict(self.parameter_rows),
         )
+
+    def _releases_of(self, owner: ProgramBuilder | None) -> Int64:
+        releases = np.full(len(owner._buffers) if owner else 0, -1, dtype=np.int64)
+        for tensor, row in self._foreign_release.items():
+            if tensor.owner is owner:
+                releases[tensor.index] = row
+        return releases
 
     def _add(self, name: str, kind: OpKind, stream: Stream, phase: Phase | None, **columns: float) -> int:
         strings = self.names.strings

@@ -82,6 +82,12 @@ class Dimension(IntEnum):
     PP = 4
     DP = 5
     WORLD = 6
+    EDP = 7
+    """Expert data parallel: ranks that hold the same experts."""
+    ETP = 8
+    """Expert tensor parallel: ranks that share the cut of an expert."""
+    ETP_EP = 9
+    """All ranks among which the experts of a layer are dealt out and cut."""
 
 
 class Stream(IntEnum):

@@ -19,13 +19,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from op_graphs.columns import Int64
-from op_graphs.graph import OPERATION_DEFAULTS, Buffers, OpGraph, Operations, Segments
+from op_graphs.graph import OPERATION_DEFAULTS, Buffers, Operations, OpGraph, Segments
+from op_graphs.lower_stage import ChunkPrograms
 from op_graphs.lower_step import RankPrograms
 from op_graphs.plan import OverlapPlan
 from op_graphs.program import GraphNames, Program, ProgramBuffers
 from op_graphs.vocabulary import Communication, OpKind, Phase, Stream
 
-from .actions import Action, ActionKind, Schedule
+from .actions import Action, ActionKind, Schedule, ScheduleError
+from .order import requirements
 
 _TRANSFERS: dict[ActionKind, tuple[str, Communication, Stream, Phase]] = {
     ActionKind.SEND_F: ("send_activation", Communication.SEND, Stream.PP_SEND_NEXT, Phase.FORWARD),
@@ -42,6 +44,17 @@ _TRANSFERS: dict[ActionKind, tuple[str, Communication, Stream, Phase]] = {
         Stream.PP_RECEIVE_NEXT,
         Phase.BACKWARD_INPUT,
     ),
+}
+
+
+# Which later actions of a stage and microbatch release what an action allocates, and the column that says where.
+_CONTINUATIONS: dict[ActionKind, tuple[tuple[str, ActionKind], ...]] = {
+    ActionKind.FORWARD: (
+        ("forward_release", ActionKind.FULL_BACKWARD),
+        ("forward_release", ActionKind.BACKWARD_INPUT),
+        ("forward_release", ActionKind.BACKWARD_WEIGHT),
+    ),
+    ActionKind.BACKWARD_INPUT: (("input_release", ActionKind.BACKWARD_WEIGHT),),
 }
 
 
@@ -111,36 +124,33 @@ class _Assembly:
         programs = self.programs[rank]
         self._add(state, programs.before, rank, "zero_gradients", None)
         first, last = _edges_of_chunks(self.schedule, rank)
+        chunks = {chunk.chunk.stage: chunk for chunk in programs.chunks}
         for action in self.schedule.actions[rank]:
             if action.is_send or action.is_receive:
                 self._add_transfer(state, action, rank)
-            elif action.kind in (ActionKind.FORWARD, ActionKind.FULL_BACKWARD):
-                chunk = programs.chunks[action.stage // self.schedule.pp]
-                if action.kind is ActionKind.FORWARD:
-                    program = chunk.forward_first if action in first else chunk.forward
-                else:
-                    program = chunk.backward_last if action in last else chunk.backward
-                self._add_compute(state, program, action, rank)
             else:
-                raise ValueError(f"action {action} of schedule {self.schedule.name} has no program yet")
+                chunk = chunks[action.stage] if action.stage >= 0 else None
+                program = _program_of(chunk, action, first, last) if chunk else None
+                if program is None:
+                    raise ScheduleError(
+                        f"action {action} of schedule {self.schedule.name} cannot be simulated yet; "
+                        "F, B, I, W and their sends and receives can"
+                    )
+                self._add_compute(state, program, action, rank)
         ends = list(state.stream_ends.values())
         after = self._add(state, programs.after, rank, "optimizer", None)
         self.edges += [(after.base, row) for row in ends]
 
     def _add_compute(self, state: _RankState, program: Program, action: Action, rank: int) -> None:
-        name = f"{'F' if action.kind is ActionKind.FORWARD else 'B'}{action.microbatch}"
-        part = self._add(state, program, rank, name, action)
+        part = self._add(state, program, rank, f"{action.kind.value}{action.microbatch}", action)
         self.by_action[action] = part
         entry = part.base + program.input_row
-        step = 1 if action.kind is ActionKind.FORWARD else -1
-        receive = Action(
-            action.stage, ActionKind.RECV_F if step == 1 else ActionKind.RECV_B, action.microbatch
-        )
-        if receive in self.transfer_rows:
-            self.edges.append((entry, self.transfer_rows[receive]))
-        neighbour = self.produced.get(Action(action.stage - step, action.kind, action.microbatch))
-        if neighbour is not None and self.schedule.stage_rank(action.stage - step) == rank:
-            self.edges.append((entry, neighbour))
+        # What comes from another stage: through a receive, or directly where one rank holds both stages.
+        for need in requirements(action, self.schedule):
+            if need.is_receive:
+                self.edges.append((entry, self.transfer_rows[need]))
+            elif need.stage != action.stage and need in self.produced:
+                self.edges.append((entry, self.produced[need]))
         if not self.overlap.p2p:
             self.edges += [(part.base, row) for row in state.sends]
         state.sends.clear()
@@ -153,8 +163,8 @@ class _Assembly:
         part = self._add(state, self._transfer_program(action.kind, rank, peer_rank), rank, "", action)
         self.transfer_rows[action] = part.base
         if action.is_send:
-            kind = ActionKind.FORWARD if action.kind is ActionKind.SEND_F else ActionKind.FULL_BACKWARD
-            self.edges.append((part.base, self.produced[Action(action.stage, kind, action.microbatch)]))
+            (source,) = requirements(action, self.schedule)
+            self.edges.append((part.base, self.produced[source]))
             state.sends.append(part.base)
         elif self.overlap.p2p and len(state.compute_ends) > 1:
             self.edges.append((part.base, state.compute_ends[-2]))
@@ -293,13 +303,8 @@ class _Assembly:
             if not len(held):
                 continue
             release = np.where(held.release >= 0, held.release + part.base, -1)
-            if part.action is not None and part.action.kind is ActionKind.FORWARD:
-                matching = self.by_action.get(
-                    Action(part.action.stage, ActionKind.FULL_BACKWARD, part.action.microbatch)
-                )
-                if matching is not None:
-                    saved = matching.program.saved_release
-                    release = np.where(saved >= 0, saved + matching.base, release)
+            if part.action is not None:
+                release = self._released_later(part, part.action, release)
             tables.append(
                 Buffers(
                     rank=np.full(len(held), part.rank, dtype=np.int32),
@@ -311,6 +316,15 @@ class _Assembly:
                 )
             )
         return Buffers.concatenate(tables)
+
+    def _released_later(self, part: _Part, action: Action, release: Int64) -> Int64:
+        """Rows that release a part's buffers, those of the actions that continue it included."""
+        for column, kind in _CONTINUATIONS.get(action.kind, ()):
+            matching = self.by_action.get(Action(action.stage, kind, action.microbatch))
+            if matching is not None:
+                later = getattr(matching.program, column)
+                release = np.where(later >= 0, later + matching.base, release)
+        return release
 
     def _persistent_buffers(self) -> Buffers:
         return Buffers.from_rows(
@@ -328,15 +342,30 @@ class _Assembly:
 
 
 def _edges_of_chunks(schedule: Schedule, rank: int) -> tuple[set[Action], set[Action]]:
-    """First forward and last backward of each stage on a rank, in the order of its row."""
+    """First forward and last weight gradient of each stage on a rank, in the order of its row."""
     first: dict[int, Action] = {}
     last: dict[int, Action] = {}
     for action in schedule.actions[rank]:
         if action.kind is ActionKind.FORWARD:
             first.setdefault(action.stage, action)
-        elif action.kind is ActionKind.FULL_BACKWARD:
+        elif action.kind in (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_WEIGHT):
             last[action.stage] = action
     return set(first.values()), set(last.values())
+
+
+def _program_of(
+    chunk: ChunkPrograms, action: Action, first: set[Action], last: set[Action]
+) -> Program | None:
+    """The program an action runs; None if there is none for its kind."""
+    if action.kind is ActionKind.FORWARD:
+        return chunk.forward_first if action in first else chunk.forward
+    if action.kind is ActionKind.FULL_BACKWARD:
+        return chunk.backward_last if action in last else chunk.backward
+    if action.kind is ActionKind.BACKWARD_INPUT:
+        return chunk.backward_input
+    if action.kind is ActionKind.BACKWARD_WEIGHT:
+        return chunk.backward_weight_last if action in last else chunk.backward_weight
+    return None
 
 
 def _single_operation(row: dict[str, int]) -> Program:
@@ -346,7 +375,8 @@ def _single_operation(row: dict[str, int]) -> Program:
         dependency_rows=nothing,
         dependencies=nothing,
         buffers=ProgramBuffers.empty(),
-        saved_release=nothing,
+        forward_release=nothing,
+        input_release=nothing,
     )
 
 

@@ -60,7 +60,14 @@ def execute(graph: OpGraph, durations: Int64, *, gap_ns: int = 0) -> Execution:
     if len(durations) and durations.min() < 0:
         row = int(durations.argmin())
         raise ValueError(f"operation {_describe(graph, row)} has a negative duration of {durations[row]} ns")
-    return _Run(graph, durations, gap_ns).run()
+    execution = _Run(graph, durations, gap_ns, rigid=True).run()
+    if execution is None:
+        # Stuck segments as wholes do not mean stuck operations: one may wait inside for what waits for its first row.
+        stuck = _Run(graph, durations, gap_ns, rigid=False)
+        execution = stuck.run()
+        if execution is None:
+            raise SimulationError(_deadlock_report(graph, stuck.edges, np.array(stuck.end) >= 0))
+    return execution
 
 
 @dataclass
@@ -73,13 +80,13 @@ class _Template:
 
 
 class _Run:
-    def __init__(self, graph: OpGraph, durations: Int64, gap_ns: int) -> None:
+    def __init__(self, graph: OpGraph, durations: Int64, gap_ns: int, *, rigid: bool) -> None:
         self.graph = graph
         self.durations = durations
         self.rows = len(durations)
         edges = _Edges.of(graph, gap_ns)
         self.edges = edges
-        self.segments = self._rigid_segments()
+        self.segments = self._rigid_segments() if rigid else {}
         self.node_of_row, self.members = self._nodes()
         self._link_nodes()
         self.end: list[int] = [-1] * self.rows
@@ -93,7 +100,7 @@ class _Run:
         segments = self.graph.segments
         inner = _inside(self.graph, self.edges)
         found: dict[int, tuple[int, int, _Template]] = {}
-        templates: dict[int, _Template | None] = {}
+        templates: dict[tuple[int, bytes], _Template | None] = {}
         rendezvous = self.graph.operations.rendezvous >= 0
         joins_before = np.concatenate([[0], np.cumsum(rendezvous)])
         # Rows inside a segment, other than its first, that wait by dependency for something outside of it.
@@ -108,9 +115,11 @@ class _Run:
                 continue
             if pierced[end] > pierced[begin + 1]:
                 continue
-            if template not in templates:
-                templates[template] = self._inner_times(begin, end)
-            known = templates[template]
+            # Copies of a template may differ in duration: in a replay, or with jitter.
+            key = template, self.durations[begin:end].tobytes()
+            if key not in templates:
+                templates[key] = self._inner_times(begin, end)
+            known = templates[key]
             if known is not None:
                 found[begin] = (begin, end, known)
         return found
@@ -165,7 +174,9 @@ class _Run:
         """Keep, for each node, the edges that come from other nodes, and count them."""
         edges, node = self.edges, self.node_of_row
         source_node, target_node = node[edges.source], node[edges.target]
-        crossing = np.flatnonzero(source_node != target_node)
+        # Members of a rendezvous that wait for each other can never meet: their edge stays, and is never satisfied.
+        meets = self.graph.operations.rendezvous[edges.source] >= 0
+        crossing = np.flatnonzero((source_node != target_node) | meets)
         by_target = crossing[np.argsort(target_node[crossing], kind="stable")]
         self.incoming = _Grouped(target_node[by_target], self.rows)
         self.incoming_source = edges.source[by_target].tolist()
@@ -178,7 +189,8 @@ class _Run:
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    def run(self) -> Execution:
+    def run(self) -> Execution | None:
+        """Times of all operations; None if some can never start."""
         names = np.unique(self.node_of_row)
         queue = deque(name for name in names.tolist() if not self.pending[name])
         done = 0
@@ -198,7 +210,7 @@ class _Run:
                 if not pending[follower]:
                     queue.append(follower)
         if done < len(names):
-            raise SimulationError(_deadlock_report(self.graph, self.edges, np.array(self.end) >= 0))
+            return None
         end = np.array(self.end, dtype=np.int64)
         wait = np.zeros(self.rows, dtype=np.int64)
         if self.wait:
@@ -339,7 +351,12 @@ def _describe(graph: OpGraph, row: int) -> str:
         parts.append(f"layer {operations.layer[row]}")
     if operations.microbatch[row] >= 0:
         parts.append(f"microbatch {operations.microbatch[row]}")
-    return f"{' '.join(parts)} (rank {graph.ranks[operations.rank[row]]}, {Stream(operations.stream[row]).name.lower()})"
+    stream = Stream(operations.stream[row]).name.lower()
+    return f"{' '.join(parts)} (rank {graph.ranks[operations.rank[row]]}, {stream})"
+
+
+def _is_held_up(edges: _Edges, done: Bool, row: int) -> bool:
+    return any(not done[source] for source, _ in edges.into(row))
 
 
 def _deadlock_report(graph: OpGraph, edges: _Edges, done: Bool) -> str:
@@ -354,8 +371,8 @@ def _deadlock_report(graph: OpGraph, edges: _Edges, done: Bool) -> str:
     lines = [f"deadlock: {int((~done).sum())} of {len(done)} operations can never start"]
     for (rank, stream), row in sorted(heads.items()):
         waits = [source for source, _ in edges.into(row) if not done[source]]
-        meeting = members.get(int(operations.rendezvous[row]), []) if operations.rendezvous[row] >= 0 else []
-        waits += [other for other in meeting if other != row and not done[other]]
+        meeting = members[int(operations.rendezvous[row])] if operations.rendezvous[row] >= 0 else []
+        waits += [other for other in meeting if other != row and _is_held_up(edges, done, other)]
         reasons = (
             ", ".join(_describe(graph, source) for source in dict.fromkeys(waits)) or "nothing: it is ready"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from op_graphs.graph import OpGraph
 from op_graphs.lower_stage import Chunk, lower_chunk
 from op_graphs.lower_step import RankPrograms, lower_rank
@@ -30,11 +32,21 @@ def lower_scenario(scenario: Scenario) -> OpGraph:
     else:
         schedule = add_communication(schedule)
     names = GraphNames()
-    programs = [_lower_rank(scenario, names, rank) for rank in range(parallel.pp)]
+    programs = [
+        _lower_rank(
+            scenario,
+            names,
+            rank,
+            [stage for stage in range(schedule.stages) if schedule.stage_rank(stage) == rank],
+        )
+        for rank in range(parallel.pp)
+    ]
     return assemble(programs, schedule, scenario.overlap, names)
 
 
-def _lower_rank(scenario: Scenario, names: GraphNames, pipeline_rank: int) -> RankPrograms:
+def _lower_rank(
+    scenario: Scenario, names: GraphNames, pipeline_rank: int, stages: Sequence[int]
+) -> RankPrograms:
     parallel = scenario.parallel
     context = LoweringContext(
         model=scenario.model,
@@ -46,8 +58,7 @@ def _lower_rank(scenario: Scenario, names: GraphNames, pipeline_rank: int) -> Ra
     )
     layers = layers_per_stage(scenario.model.layers, parallel)
     chunks = []
-    for index in range(parallel.vpp):
-        stage = index * parallel.pp + pipeline_rank
+    for index, stage in enumerate(stages):
         first = sum(layers[:stage])
         chunk = Chunk(
             stage=stage,
@@ -57,4 +68,5 @@ def _lower_rank(scenario: Scenario, names: GraphNames, pipeline_rank: int) -> Ra
             has_head=stage == parallel.stages - 1,
         )
         chunks.append(lower_chunk(context, chunk))
-    return lower_rank(context, chunks, library_workspace_bytes(scenario.hardware))
+    workspaces = library_workspace_bytes(scenario.hardware, grouped=scenario.model.moe is not None)
+    return lower_rank(context, chunks, workspaces)

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from exporters import write_chrome, write_perfetto
+from exporters import write_perfetto
+from exporters.chrome import ChromeWriter, file_names
 from exporters.pipeline_svg import pipeline_svg
 from op_graphs.timeline import Timeline
 
@@ -22,7 +23,12 @@ def _perfetto(timeline: Timeline, folder: Path) -> list[Path]:
 
 
 def _chrome(timeline: Timeline, folder: Path) -> list[Path]:
-    return list(write_chrome(timeline, folder))
+    writer = ChromeWriter(timeline)
+    paths = [folder / f"{name}.json" for name in file_names(timeline)]
+    for row, path in enumerate(paths):
+        with atomic_write(path) as stream:
+            writer.write(row, stream)
+    return paths
 
 
 def _svg(timeline: Timeline, folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from op_graphs.model import ModelDescription
 from op_graphs.plan import OverlapPlan, ParallelPlan, TrainingPlan
 from op_graphs.stage_layout import layers_per_stage
 
+from .parallel_checks import check_context_parallel, check_experts, check_recompute, check_sharding
 from .scenario_fields import Problems, show_value
 
 MAX_WORLD_SIZE = 1 << 20
@@ -40,11 +41,6 @@ class Draft:
 
 # Legal values of the contract that nothing lowers yet: one line each, deleted when the work is done.
 _BUILT: tuple[tuple[str, Callable[[Draft], object], tuple[object, ...]], ...] = (
-    ("parallel.cp", lambda draft: draft.parallel.cp, (1,)),
-    ("parallel.ep", lambda draft: draft.parallel.ep, (1,)),
-    ("parallel.etp", lambda draft: draft.parallel.etp, (1,)),
-    ("parallel.zero", lambda draft: draft.parallel.zero, (0, 1)),
-    ("parallel.hsdp_shard", lambda draft: draft.parallel.hsdp_shard, (None,)),
     ("parallel.layout", lambda draft: draft.parallel.layout, (None,)),
     ("training.dtype", lambda draft: draft.dtype, ("bf16", "fp16", "fp32")),
     (
@@ -53,7 +49,13 @@ _BUILT: tuple[tuple[str, Callable[[Draft], object], tuple[object, ...]], ...] = 
         ("gpipe", "1f1b", "interleaved-1f1b", "FILE.csv"),
     ),
 )
-_BUILT_RECOMPUTE_MODULES = ("core_attn",)
+_UNBUILT_MODEL_PARTS: tuple[tuple[str, Callable[[ModelDescription], object]], ...] = (
+    ("heads for multi-token prediction", lambda model: model.mtp_layers),
+    ("an input of image patches", lambda model: model.patches),
+    ("a vision encoder", lambda model: model.vision),
+    ("attention in both directions", lambda model: not model.causal),
+    ("a bias of the output head", lambda model: model.head_bias),
+)
 
 
 def refuse_unbuilt(draft: Draft, problems: Problems) -> None:
@@ -62,10 +64,10 @@ def refuse_unbuilt(draft: Draft, problems: Problems) -> None:
         value = value_of(draft)
         if problems.sound(path) and value not in available:
             problems.add(path, value, f"is not simulated yet; available: {_join(available)}")
-    for module in draft.training.recompute.modules:
-        path = "training.recompute.modules"
-        if problems.sound(path) and module not in _BUILT_RECOMPUTE_MODULES:
-            problems.add(path, module, f"is not simulated yet; available: {_join(_BUILT_RECOMPUTE_MODULES)}")
+    if draft.model is not None and problems.sound("model"):
+        found = [part for part, has in _UNBUILT_MODEL_PARTS if has(draft.model)]
+        if found:
+            problems.note("model", f"{draft.model.name} has {', '.join(found)}: not simulated yet")
 
 
 def check_combinations(draft: Draft, problems: Problems) -> None:
@@ -74,6 +76,10 @@ def check_combinations(draft: Draft, problems: Problems) -> None:
         _check_tensor_parallel(draft.model, draft, problems)
         _check_stages(draft.model, draft.parallel, problems)
         _check_positions(draft.model, draft, problems)
+        check_experts(draft.model, draft.parallel, problems)
+        check_context_parallel(draft.model, draft.parallel, draft.training, problems)
+        check_recompute(draft.model, draft.training, problems)
+    check_sharding(draft.parallel, problems)
     _check_sequence(draft, problems)
     _check_chunks(draft, problems)
     _check_precision(draft, problems)

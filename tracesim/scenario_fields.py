@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from op_graphs.lower_context_parallel import ALGORITHMS
+from op_graphs.lower_dispatch import DISPATCHERS
 from op_graphs.plan import OverlapPlan, ParallelPlan, Recompute, TrainingPlan
 from op_graphs.vocabulary import DType
 
@@ -97,12 +99,13 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "tp": _count(_PARALLEL.tp),
         "sp": _flag(_PARALLEL.sp),
         "cp": _count(_PARALLEL.cp),
-        "cp_comm": _choice(_PARALLEL.cp_comm, ("p2p", "a2a", "allgather", "a2a+p2p")),
+        "cp_comm": _choice(_PARALLEL.cp_comm, tuple(ALGORITHMS)),
         "pp": _count(_PARALLEL.pp),
         "vpp": _count(_PARALLEL.vpp),
         "dp": _count(_PARALLEL.dp),
         "ep": _count(_PARALLEL.ep),
         "etp": _count(_PARALLEL.etp),
+        "ep_dispatcher": _choice(_PARALLEL.ep_dispatcher, tuple(DISPATCHERS)),
         "zero": FieldRule("must be 0, 1, 2 or 3", _is_level, _PARALLEL.zero),
         "hsdp_shard": _optional_count(),
         "first_stage_layers": _optional_count(),

@@ -25,11 +25,8 @@ _A100_PCIE_MACHINE = "a100_pcie.json"
 
 
 def express(row: Mapping[str, Any], label: str, file: RowFile) -> MeasuredRow:
-    """The scenario of a dense row; raise RowSkippedError for mixtures of experts and latent attention."""
+    """The scenario of a row; raise RowSkippedError with the reason where there is none."""
     strategy, model = mapping_at(row, "strategy"), mapping_at(row, "model")
-    model_type = text_at(model, "model_type") or "dense"
-    if model_type != "dense" or (model.get("expert_num") or 1) != 1:
-        raise RowSkippedError("the model is a mixture of experts")
     machine = Path(text_at(row, "system") or _A100_PCIE_MACHINE).name
     mapping = {
         "name": label,
@@ -73,6 +70,44 @@ def _model(model: Mapping[str, Any], family: str) -> dict[str, Any]:
         "norm": "rmsnorm",
         "positions": "rotary",
         "tied_embeddings": False,
+        **_experts(model),
+        **_latent_attention(model),
+    }
+
+
+def _experts(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The mixture of experts of a row; SimuMax pads every expert to an equal share of the tokens."""
+    if (model.get("expert_num") or 1) == 1:
+        return {}
+    width = count_at(model, "moe_ffn_hidden_size")
+    padded = model.get("moe_pad_expert_input_to_capacity", False)
+    return {
+        "moe": {
+            "experts": count_at(model, "expert_num"),
+            "top_k": count_at(model, "topk"),
+            "expert_ffn_size": width,
+            "shared_ffn_size": model.get("moe_shared_expert_intermediate_size") or 0,
+            "first_dense_layers": model.get("dense_layers") or 0,
+            "capacity_factor": float(model.get("capacity") or 1) if padded else None,
+        }
+    }
+
+
+def _latent_attention(model: Mapping[str, Any]) -> dict[str, Any]:
+    if text_at(model, "attention_type") != "mla":
+        return {}
+    nope, rope = count_at(model, "qk_head_dim"), count_at(model, "qk_pos_emb_head_dim")
+    heads = count_at(model, "head_num")
+    return {
+        "head_size": nope + rope,
+        "kv_heads": heads,
+        "latent_attention": {
+            "q_lora_rank": model.get("q_lora_rank") or 0,
+            "kv_lora_rank": count_at(model, "kv_lora_rank"),
+            "qk_nope_head_size": nope,
+            "qk_rope_head_size": rope,
+            "v_head_size": count_at(model, "v_head_dim"),
+        },
     }
 
 

@@ -1,0 +1,188 @@
+"""How parameters, gradients and optimizer states are spread over data-parallel ranks, by ZeRO stage.
+
+``zero`` 0 replicates everything and all-reduces gradients (DDP). 1 shards optimizer states: gradients are
+reduce-scattered, updated weights gathered (Megatron's distributed optimizer). 2 also shards gradients: they are
+reduce-scattered after every microbatch (Rajbhandari et al. 2020, "ZeRO", section 5). 3 also shards weights: a unit, one
+layer, is gathered before it runs and dropped behind it (PyTorch FSDP2, ``torch.distributed.fsdp.fully_shard``); with
+pipeline parallelism units stay gathered over the step and gradients are reduced at its end, as torchtitan does.
+``hsdp_shard`` shards over groups of that many ranks and replicates across them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .buckets import Bucket, form_buckets, form_units
+from .lowering_context import LoweringContext
+from .parameters import ParameterTensor
+from .program import ProgramBuilder
+from .vocabulary import Communication, Dimension, DType, MemoryCategory, OpKind, Phase
+
+STATES_PER_PARAMETER = {"adam": 2, "sgd": 1}
+"""fp32 moments an optimizer keeps for each parameter, beside the master weight."""
+
+
+@dataclass(frozen=True)
+class DataParallelism:
+    """The rules of a context's ZeRO stage."""
+
+    context: LoweringContext
+
+    @property
+    def zero(self) -> int:
+        """ZeRO stage."""
+        return self.context.parallel.zero
+
+    @property
+    def reshards(self) -> bool:
+        """Whether weights are dropped behind every unit and gathered again."""
+        return self.zero == 3 and self.context.parallel.pp == 1
+
+    @property
+    def reduces_every_microbatch(self) -> bool:
+        """Whether gradients leave the rank after every microbatch."""
+        return self.zero == 2 or self.reshards
+
+    @property
+    def accumulates_main_gradients(self) -> bool:
+        """Whether weight gradients are added into a main gradient by their GEMM."""
+        return self.zero <= 1
+
+    def buckets(self, tensors: list[ParameterTensor], *, split: bool) -> tuple[Bucket, ...]:
+        """What is communicated together: layers where units are sharded, else Megatron's buckets."""
+        if self.zero >= 2:
+            return form_units(tensors)
+        return form_buckets(tensors, self.context.parallel, split=split)
+
+    def shard_size(self, dimension: Dimension) -> int:
+        """Ranks over which sharded things of a dimension are spread."""
+        if self.zero == 0:
+            return 1
+        replicas = self.context.parallel.replicas(dimension)
+        return min(self.context.parallel.hsdp_shard or replicas, replicas)
+
+    def shard_group(self, dimension: Dimension) -> int:
+        """Group over which gradients are scattered and weights gathered."""
+        ranks = self.context.parallel.group_ranks(dimension, self.context.rank)
+        size = self.shard_size(dimension)
+        if size in (1, len(ranks)):
+            return self.context.group(dimension)
+        start = ranks.index(self.context.rank) // size * size
+        return self.context.names.group(f"{dimension.name.lower()}_shard", ranks[start : start + size])
+
+    def replica_group(self, dimension: Dimension) -> int:
+        """Group of ranks that hold the same shard."""
+        ranks = self.context.parallel.group_ranks(dimension, self.context.rank)
+        size = self.shard_size(dimension)
+        return self.context.names.group(
+            f"{dimension.name.lower()}_replicate", ranks[ranks.index(self.context.rank) % size :: size]
+        )
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def persistent_bytes(self, tensors: list[ParameterTensor]) -> dict[MemoryCategory, int]:
+        """Bytes a rank holds from start to end of the job for its parameters."""
+        context = self.context
+        whole = sum(tensor.elements for tensor in tensors)
+        sharded = self.sharded_elements(tensors)
+        states = STATES_PER_PARAMETER[context.training.optimizer]
+        master = context.dtype is not DType.FP32
+        if self.zero == 3:
+            # The sharded parameter is the fp32 master; computing copies are gathered in the training dtype.
+            gathered = 0 if self.reshards else context.item * whole
+            gradients = 4 * sharded + (0 if self.reshards else context.item * whole)
+            return {
+                MemoryCategory.WEIGHTS: round(4 * sharded + gathered),
+                MemoryCategory.GRADIENTS: round(gradients),
+                MemoryCategory.OPTIMIZER_STATES: round(4 * states * sharded),
+            }
+        gradient_elements = sharded if self.zero == 2 else whole
+        return {
+            MemoryCategory.WEIGHTS: round(context.item * whole),
+            MemoryCategory.GRADIENTS: round(context.gradient_dtype.itemsize * gradient_elements),
+            MemoryCategory.OPTIMIZER_STATES: round(4 * (states + master) * sharded),
+        }
+
+    def sharded_elements(self, tensors: list[ParameterTensor]) -> float:
+        """Elements of this rank's shard of the parameters."""
+        return sum(
+            tensor.elements / self.shard_size(Dimension.EDP if tensor.is_expert else Dimension.DP)
+            for tensor in tensors
+        )
+
+    # -- communication ---------------------------------------------------------------------------------------
+
+    def emit_reduction(self, builder: ProgramBuilder, bucket: Bucket) -> int:
+        """Scale the gradients of a bucket by the data-parallel size and reduce them; returns the last row."""
+        context = self.context
+        layer, module = builder.layer, builder.module
+        builder.layer, builder.module = -1, "data_parallel"
+        size = context.gradient_dtype.itemsize * bucket.elements
+        read = size if self.accumulates_main_gradients else context.item * bucket.elements
+        row = builder.memory_bound(
+            "gradient_scale",
+            OpKind.ELEMENTWISE,
+            read=read,
+            written=size,
+            dtype=context.gradient_dtype,
+            phase=Phase.GRADIENT_SYNC,
+        )
+        shard = self.shard_size(bucket.dimension)
+        if shard > 1:
+            row = self._collective(
+                builder, "gradient_reduce_scatter", Communication.REDUCE_SCATTER, size, bucket, row
+            )
+        replicas = context.parallel.replicas(bucket.dimension) // shard
+        if replicas > 1:
+            row = self._collective(
+                builder, "gradient_all_reduce", Communication.ALL_REDUCE, size / shard, bucket, row
+            )
+        builder.layer, builder.module = layer, module
+        return row
+
+    def _collective(
+        self,
+        builder: ProgramBuilder,
+        name: str,
+        communication: Communication,
+        size: float,
+        bucket: Bucket,
+        after: int,
+    ) -> int:
+        scatters = communication is Communication.REDUCE_SCATTER
+        group = self.shard_group(bucket.dimension) if scatters else self.replica_group(bucket.dimension)
+        return builder.collective(
+            name,
+            communication,
+            size,
+            bucket.dimension,
+            group,
+            after=[after],
+            phase=Phase.GRADIENT_SYNC,
+            dtype=self.context.gradient_dtype,
+        )
+
+    def emit_gather(self, builder: ProgramBuilder, bucket: Bucket, after: list[int] | None) -> int:
+        """Gather the weights of a bucket; returns the row."""
+        layer, module = builder.layer, builder.module
+        builder.layer, builder.module = -1, "data_parallel"
+        row = builder.collective(
+            "parameter_all_gather",
+            Communication.ALL_GATHER,
+            self.context.item * bucket.elements,
+            bucket.dimension,
+            self.shard_group(bucket.dimension),
+            after=after,
+            phase=Phase.PARAM_SYNC,
+            dtype=self.context.dtype,
+        )
+        builder.layer, builder.module = layer, module
+        return row
+
+    def gathers(self, bucket: Bucket) -> bool:
+        """Whether the weights of a bucket have to be gathered at all."""
+        return self.shard_size(bucket.dimension) > 1
+
+    def reduces(self, bucket: Bucket) -> bool:
+        """Whether the gradients of a bucket have to be reduced at all."""
+        return self.context.parallel.replicas(bucket.dimension) > 1

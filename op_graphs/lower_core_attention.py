@@ -1,0 +1,281 @@
+"""Lowering of core attention, the part between projections: fused (flash) or unfused, on one rank's tokens.
+
+Fused attention keeps q, k, v, its output and the log-sum-exp of each row (FlashAttention-2, Dao 2023). Unfused
+attention is the sequence of kernels Megatron-LM ran before fused attention: scores GEMM, fused scale-mask-softmax,
+dropout, context GEMM; it keeps the softmax, the dropout mask and the dropped softmax, 5 bytes a score (Korthikanti
+et al. 2022, section 4.1), unless core attention is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .graph import AttentionShape, GemmShape
+from .lowering_context import LoweringContext
+from .program import ProgramBuilder, Tensor
+from .vocabulary import OpKind
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Core attention of one layer on one rank: lengths in tokens, sizes in elements, heads after tensor parallelism."""
+
+    batch: int
+    length: int
+    """Queries of a sequence on this rank."""
+    key_length: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    value_head_size: int
+    item: float
+    causal: bool = True
+    window: int = 0
+    chunked: bool = False
+    share: float = 1.0
+    """Part of the score square that this rank computes: 1 / cp under context parallelism."""
+
+    @classmethod
+    def of_layer(cls, context: LoweringContext, layer: int) -> AttentionSizes:
+        """Sizes of a layer, without context parallelism applied to the work."""
+        model = context.model
+        return cls(
+            batch=context.training.micro_batch_size,
+            length=context.training.seq_len // context.parallel.cp,
+            key_length=context.training.seq_len,
+            heads=model.heads // context.tp,
+            kv_heads=context.local_kv_heads if model.latent_attention is None else model.heads // context.tp,
+            head_size=model.head_size,
+            value_head_size=model.value_head_size,
+            item=context.item,
+            causal=model.causal,
+            window=model.attention_window(layer),
+            chunked=model.window_kind == "chunked",
+            share=1 / context.parallel.cp,
+        )
+
+    @property
+    def query_bytes(self) -> float:
+        """Bytes of the queries."""
+        return self.item * self.batch * self.length * self.heads * self.head_size
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of keys and values together, of as many tokens as there are queries."""
+        return self.item * self.batch * self.length * self.kv_heads * (self.head_size + self.value_head_size)
+
+    @property
+    def qkv_bytes(self) -> float:
+        """Bytes of queries, keys and values."""
+        return self.query_bytes + self.kv_bytes
+
+    @property
+    def output_bytes(self) -> float:
+        """Bytes of the attention output."""
+        return self.item * self.batch * self.length * self.heads * self.value_head_size
+
+    @property
+    def pairs(self) -> float:
+        """Query-key pairs of a head that are really computed on this rank, over the batch."""
+        length = self.key_length
+        whole = float(length) * length
+        if self.window and self.window < length:
+            if self.chunked:
+                whole = length * self.window / (2 if self.causal else 1)
+            elif self.causal:
+                whole = length * self.window - self.window**2 / 2
+            else:
+                whole = 2.0 * length * self.window - self.window**2
+        elif self.causal:
+            whole /= 2
+        return self.batch * whole * self.share
+
+    @property
+    def forward_flops(self) -> float:
+        """Two products over the pairs of all heads."""
+        return 2 * self.pairs * self.heads * (self.head_size + self.value_head_size)
+
+    @property
+    def backward_flops(self) -> float:
+        """Five products, the recomputed scores among them: three over the query size, two over the value size."""
+        return 2 * self.pairs * self.heads * (3 * self.head_size + 2 * self.value_head_size)
+
+    def shape(self, context: LoweringContext, *, backward: bool) -> AttentionShape:
+        """The signature of one kernel over all of it."""
+        return AttentionShape(
+            batch=self.batch,
+            query_length=self.length,
+            key_length=self.key_length,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_size=self.head_size,
+            value_head_size=self.value_head_size,
+            causal=self.causal,
+            backward=backward,
+            dtype=context.dtype,
+            window=self.window,
+        )
+
+    def part(self, steps: int) -> AttentionSizes:
+        """One of several equal kernels the work is cut into."""
+        return replace(self, share=self.share / steps)
+
+
+def kernel_forward(
+    builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes, *, keep: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Core attention in one go; returns its output and the inner tensors that are kept."""
+    if context.training.attention != "flash":
+        return _unfused_forward(builder, context, sizes, keep=keep)
+    row = flash_forward(builder, context, sizes)
+    output = builder.activation("attention_output", sizes.output_bytes, row)
+    log_sum_exp = builder.activation("log_sum_exp", 4.0 * sizes.batch * sizes.length * sizes.heads, row)
+    if not keep:
+        builder.release(log_sum_exp, row)
+        return output, []
+    return output, [log_sum_exp]
+
+
+def kernel_backward(
+    builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes, inner: Sequence[Tensor]
+) -> Tensor:
+    """Backward of core attention in one go; returns the gradient of q, k and v."""
+    if context.training.attention == "flash":
+        row = flash_backward(builder, context, sizes)
+        d_qkv = builder.temporary("qkv_gradient", sizes.qkv_bytes, row)
+    else:
+        row, d_qkv = _unfused_backward(builder, context, sizes)
+    for tensor in inner:
+        builder.release(tensor, row)
+    return d_qkv
+
+
+def flash_forward(
+    builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes, name: str = "flash_attention"
+) -> int:
+    """One fused attention kernel; returns its row."""
+    return builder.compute(
+        name,
+        OpKind.ATTENTION,
+        flops=sizes.forward_flops,
+        read=sizes.qkv_bytes,
+        written=sizes.output_bytes,
+        shape=sizes.shape(context, backward=False),
+        dtype=context.dtype,
+    )
+
+
+def flash_backward(builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes) -> int:
+    """One fused attention backward kernel; returns its row."""
+    return builder.compute(
+        "flash_attention_backward",
+        OpKind.ATTENTION,
+        flops=sizes.backward_flops,
+        read=sizes.qkv_bytes + 2 * sizes.output_bytes,
+        written=sizes.qkv_bytes,
+        shape=sizes.shape(context, backward=True),
+        dtype=context.dtype,
+    )
+
+
+# -- unfused -----------------------------------------------------------------------------------------------------
+
+
+def _batched_gemm(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    sizes: AttentionSizes,
+    name: str,
+    mnk: tuple[int, int, int],
+    layout: str,
+) -> int:
+    """A product for every head and sequence of the microbatch: one strided-batched kernel, so the kind is GEMM."""
+    m, n, k = mnk
+    count = sizes.batch * sizes.heads
+    shape = GemmShape(m, n, k, layout, dtype=context.dtype, output=context.dtype, count=count)
+    return builder.compute(
+        name,
+        OpKind.GEMM,
+        read=count * (m * k + k * n) * sizes.item,
+        written=count * m * n * sizes.item,
+        flops=2.0 * count * m * n * k,
+        shape=shape,
+        dtype=context.dtype,
+    )
+
+
+def _score_elements(sizes: AttentionSizes) -> float:
+    return float(sizes.batch) * sizes.heads * sizes.length * sizes.key_length
+
+
+def _unfused_forward(
+    builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes, *, keep: bool
+) -> tuple[Tensor, list[Tensor]]:
+    length, keys = sizes.length, sizes.key_length
+    elements = _score_elements(sizes)
+    score_bytes = sizes.item * elements
+    row = _batched_gemm(builder, context, sizes, "attention_scores", (length, keys, sizes.head_size), "TN")
+    raw = builder.temporary("attention_scores", score_bytes, row)
+    row = builder.memory_bound(
+        "scale_mask_softmax",
+        OpKind.SOFTMAX,
+        read=score_bytes,
+        written=score_bytes,
+        access="reduction",
+        dtype=context.dtype,
+    )
+    builder.release(raw, row)
+    kept = [builder.activation("softmax", score_bytes, row)]
+    if context.model.attention_dropout > 0:
+        row = builder.memory_bound(
+            "attention_dropout",
+            OpKind.ELEMENTWISE,
+            read=score_bytes,
+            written=score_bytes + elements,
+            dtype=context.dtype,
+        )
+        kept.append(builder.activation("attention_dropout_mask", elements, row))
+        kept.append(builder.activation("dropped_softmax", score_bytes, row))
+    mnk = (length, sizes.value_head_size, keys)
+    row = _batched_gemm(builder, context, sizes, "attention_context", mnk, "NN")
+    output = builder.activation("attention_output", sizes.output_bytes, row)
+    if not keep:
+        for tensor in kept:
+            builder.release(tensor, row)
+        return output, []
+    return output, kept
+
+
+def _unfused_backward(
+    builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes
+) -> tuple[int, Tensor]:
+    """Gradients of values, scores, queries and keys; returns the last row and the gradient of QKV."""
+    length, keys = sizes.length, sizes.key_length
+    head, value = sizes.head_size, sizes.value_head_size
+    elements = _score_elements(sizes)
+    score_bytes = sizes.item * elements
+    row = _batched_gemm(builder, context, sizes, "attention_context_dgrad", (length, keys, value), "TN")
+    d_scores = builder.temporary("score_gradient", score_bytes, row)
+    _batched_gemm(builder, context, sizes, "attention_value_grad", (keys, value, length), "NT")
+    if context.model.attention_dropout > 0:
+        builder.memory_bound(
+            "attention_dropout_backward",
+            OpKind.ELEMENTWISE,
+            read=score_bytes + elements,
+            written=score_bytes,
+            dtype=context.dtype,
+        )
+    builder.memory_bound(
+        "scale_mask_softmax_backward",
+        OpKind.SOFTMAX,
+        read=2 * score_bytes,
+        written=score_bytes,
+        access="reduction",
+        dtype=context.dtype,
+    )
+    row = _batched_gemm(builder, context, sizes, "attention_query_grad", (length, head, keys), "NN")
+    d_qkv = builder.temporary("qkv_gradient", sizes.qkv_bytes, row)
+    row = _batched_gemm(builder, context, sizes, "attention_key_grad", (keys, head, length), "NT")
+    builder.release(d_scores, row)
+    return row, d_qkv

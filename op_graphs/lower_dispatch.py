@@ -1,0 +1,233 @@
+"""Lowering of expert dispatch: how tokens reach the ranks of their experts, and how results come back.
+
+One class a dispatcher, registered in :data:`DISPATCHERS`; sizes assume balanced routing.
+
+- ``alltoall`` (Megatron-Core ``token_dispatcher.py``, ``MoEAlltoAllTokenDispatcher``): permute by expert, all-to-all,
+  sort by local expert; the reverse on the way back. A token travels once for each chosen expert.
+- ``allgather`` (``MoEAllGatherTokenDispatcher``): every rank of the group gets all tokens and picks its own; partial
+  results are reduce-scattered.
+- ``deepep`` (DeepEP, DeepSeek): one kernel permutes and sends; a token travels once to each *rank* that holds any of
+  its experts, whatever their number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .lowering_context import LoweringContext
+from .program import ProgramBuilder, Tensor
+from .vocabulary import Communication, Dimension, OpKind
+
+
+@dataclass(frozen=True)
+class RoutedSizes:
+    """Tokens and experts of one rank."""
+
+    tokens: int
+    """Tokens the rank routes."""
+    copies: int
+    """Token copies it sends, and receives: tokens * top_k, padded to the capacity where there is one."""
+    local_experts: int
+
+    @property
+    def per_expert(self) -> int:
+        """Tokens of each local expert, over all ranks that send to it (balanced)."""
+        return max(1, self.copies // self.local_experts)
+
+    @classmethod
+    def of(cls, context: LoweringContext) -> RoutedSizes:
+        """Sizes of the ranks of a context."""
+        moe, parallel = context.model.moe, context.parallel
+        assert moe is not None
+        tokens = context.sharded_tokens
+        copies = tokens * moe.top_k
+        if moe.capacity_factor is not None:
+            # Every expert takes the same number of tokens from a rank, missing ones are padding.
+            each = -(-copies * moe.capacity_factor // moe.experts)
+            copies = int(each) * moe.experts
+        # Ranks that share an expert's cut all work on the tokens of all of them.
+        return cls(tokens, copies * parallel.etp, moe.experts // parallel.ep)
+
+
+class _AllToAll:
+    """Permute, all-to-all, sort; with expert tensor parallelism a gather over its ranks."""
+
+    fused_permute = False
+
+    def _traffic(self, context: LoweringContext, sizes: RoutedSizes) -> float:
+        """Bytes a rank sends."""
+        return context.item * sizes.copies / context.parallel.etp * context.model.hidden_size
+
+    def dispatch(
+        self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, name: str
+    ) -> Tensor:
+        """Bring ``[tokens, hidden]`` to the experts; returns the tensor by local expert, which the caller releases."""
+        hidden = context.model.hidden_size
+        sent = self._traffic(context, sizes)
+        arrived = context.item * sizes.copies * hidden
+        permuted: Tensor | None = None
+        if not self.fused_permute:
+            row = _permute(builder, context, f"{name}_permute", context.item * sizes.tokens * hidden, sent)
+            permuted = builder.temporary("permuted_tokens", sent, row)
+        current = permuted
+        if context.parallel.ep > 1:
+            row = _exchange(
+                builder, context, f"{name}_all_to_all", Communication.ALL_TO_ALL, sent, Dimension.EP
+            )
+            current = _replace(builder, current, "dispatched_tokens", sent, row)
+        if context.parallel.etp > 1:
+            row = _exchange(
+                builder, context, f"{name}_all_gather", Communication.ALL_GATHER, arrived, Dimension.ETP
+            )
+            current = _replace(builder, current, "gathered_tokens", arrived, row)
+        if not self.fused_permute and sizes.local_experts > 1 and context.parallel.ep > 1:
+            row = _permute(builder, context, f"{name}_sort_by_expert", arrived, arrived)
+            current = _replace(builder, current, "expert_input", arrived, row)
+        if current is None:
+            row = _permute(builder, context, f"{name}_permute", arrived, arrived)
+            current = builder.temporary("expert_input", arrived, row)
+        return current
+
+    def combine(
+        self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, source: Tensor, name: str
+    ) -> Tensor:
+        """Bring expert outputs back and add them up for each token; releases ``source``."""
+        hidden = context.model.hidden_size
+        sent = self._traffic(context, sizes)
+        arrived = context.item * sizes.copies * hidden
+        current = source
+        if not self.fused_permute and sizes.local_experts > 1 and context.parallel.ep > 1:
+            row = _permute(builder, context, f"{name}_unsort", arrived, arrived)
+            current = _replace(builder, current, "unsorted_tokens", arrived, row)
+        if context.parallel.etp > 1:
+            row = _exchange(
+                builder,
+                context,
+                f"{name}_reduce_scatter",
+                Communication.REDUCE_SCATTER,
+                arrived,
+                Dimension.ETP,
+            )
+            current = _replace(builder, current, "reduced_tokens", sent, row)
+        if context.parallel.ep > 1:
+            row = _exchange(
+                builder, context, f"{name}_all_to_all", Communication.ALL_TO_ALL, sent, Dimension.EP
+            )
+            current = _replace(builder, current, "combined_tokens", sent, row)
+        result = context.item * sizes.tokens * hidden
+        if self.fused_permute and context.parallel.ep > 1:
+            return _renamed(builder, current, "expert_output", result)
+        row = _permute(builder, context, f"{name}_unpermute", sent, result)
+        return _replace(builder, current, "expert_output", result, row)
+
+
+class _DeepEP(_AllToAll):
+    """One kernel permutes and sends; a token goes once to each rank that holds any of its experts."""
+
+    fused_permute = True
+
+    def _traffic(self, context: LoweringContext, sizes: RoutedSizes) -> float:
+        whole = super()._traffic(context, sizes)
+        moe, ep = context.model.moe, context.parallel.ep
+        assert moe is not None
+        return whole * expected_ranks(ep, moe.top_k, moe.top_groups / moe.routing_groups) / moe.top_k
+
+
+def expected_ranks(ep: int, top_k: int, share: float) -> float:
+    """Distinct ranks a token's ``top_k`` experts lie on, on average, when chosen evenly from ``share`` of the ranks."""
+    reachable = max(1.0, ep * share)
+    return reachable * (1 - (1 - 1 / reachable) ** top_k)
+
+
+class _AllGather:
+    """Every rank of the expert-parallel group gets all tokens."""
+
+    def dispatch(
+        self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, name: str
+    ) -> Tensor:
+        """Gather all tokens, then pick those of the local experts."""
+        hidden = context.model.hidden_size
+        gathered_bytes = context.item * sizes.tokens * hidden * context.parallel.ep * context.parallel.etp
+        arrived = context.item * sizes.copies * hidden
+        gathered: Tensor | None = None
+        if context.parallel.ep * context.parallel.etp > 1:
+            row = _exchange(
+                builder,
+                context,
+                f"{name}_all_gather",
+                Communication.ALL_GATHER,
+                gathered_bytes,
+                Dimension.EP if context.parallel.etp == 1 else Dimension.ETP_EP,
+            )
+            gathered = builder.temporary("gathered_tokens", gathered_bytes, row)
+        row = _permute(builder, context, f"{name}_permute", arrived, arrived)
+        return _replace(builder, gathered, "expert_input", arrived, row)
+
+    def combine(
+        self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, source: Tensor, name: str
+    ) -> Tensor:
+        """Spread the outputs over all tokens, then reduce-scatter."""
+        hidden = context.model.hidden_size
+        gathered_bytes = context.item * sizes.tokens * hidden * context.parallel.ep * context.parallel.etp
+        row = _permute(
+            builder, context, f"{name}_unpermute", context.item * sizes.copies * hidden, gathered_bytes
+        )
+        current = _replace(builder, source, "unpermuted_tokens", gathered_bytes, row)
+        if context.parallel.ep * context.parallel.etp == 1:
+            return current
+        row = _exchange(
+            builder,
+            context,
+            f"{name}_reduce_scatter",
+            Communication.REDUCE_SCATTER,
+            gathered_bytes,
+            Dimension.EP if context.parallel.etp == 1 else Dimension.ETP_EP,
+        )
+        return _replace(builder, current, "expert_output", context.item * sizes.tokens * hidden, row)
+
+
+Dispatcher = _AllToAll | _AllGather
+
+DISPATCHERS: dict[str, Dispatcher] = {
+    "alltoall": _AllToAll(),
+    "allgather": _AllGather(),
+    "deepep": _DeepEP(),
+}
+"""Dispatchers by the name ``parallel.ep_dispatcher`` gives them."""
+
+
+def _permute(
+    builder: ProgramBuilder, context: LoweringContext, name: str, read: float, written: float
+) -> int:
+    return builder.memory_bound(
+        name, OpKind.PERMUTE, read=read, written=written, access="strided", dtype=context.dtype
+    )
+
+
+def _exchange(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    name: str,
+    communication: Communication,
+    size: float,
+    dimension: Dimension,
+) -> int:
+    row = builder.collective(
+        name, communication, size, dimension, context.group(dimension), dtype=context.dtype
+    )
+    builder.wait_for(row)
+    return row
+
+
+def _replace(builder: ProgramBuilder, old: Tensor | None, name: str, size: float, row: int) -> Tensor:
+    """A new buffer made by ``row`` out of an old one, which is released."""
+    if old is not None:
+        builder.release(old, row)
+    return builder.temporary(name, size, row)
+
+
+def _renamed(builder: ProgramBuilder, old: Tensor, name: str, size: float) -> Tensor:
+    """The result of the kernel that made ``old``, at its own size."""
+    row = len(builder) - 1
+    builder.release(old, row)
+    return builder.temporary(name, size, row)

@@ -1,0 +1,360 @@
+"""Lowering of a mixture-of-experts MLP: router, dispatch, grouped GEMMs over local experts, combine, shared experts.
+
+Kernels are Megatron-Core's with Transformer Engine (``transformer/moe``): scores are computed by a GEMM (in fp32 where
+the model asks), chosen and normalised by memory-bound kernels, and multiply the activation inside the experts, so the
+second GEMM's output is not kept. Shared experts run as one dense MLP on all tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .graph import GemmShape
+from .lower_dispatch import DISPATCHERS, Dispatcher, RoutedSizes
+from .lower_linear import weight_gradient_shape
+from .lower_mlp import Mlp, MlpSaved, mlp_backward, mlp_forward, recompute_mlp
+from .lowering_context import LoweringContext
+from .model import MixtureOfExperts
+from .program import DeferredGemm, ProgramBuilder, Tensor
+from .vocabulary import DType, OpKind, Phase
+
+
+@dataclass
+class ExpertsSaved:
+    """What a mixture keeps behind the norm."""
+
+    scores: Tensor
+    expert_input: Tensor
+    fc1_output: Tensor
+    fc2_input: Tensor | None
+    """None where the activation is recomputed (``moe_act``)."""
+    shared: MlpSaved | None
+
+
+def _moe(context: LoweringContext) -> MixtureOfExperts:
+    moe = context.model.moe
+    assert moe is not None, "only called for layers with experts"
+    return moe
+
+
+def _dispatcher(context: LoweringContext) -> Dispatcher:
+    return DISPATCHERS[context.parallel.ep_dispatcher]
+
+
+def _widths(context: LoweringContext) -> tuple[int, int]:
+    """Outputs of the first and inputs of the second linear of an expert on this rank."""
+    width = _moe(context).expert_ffn_size // context.parallel.etp
+    return width * (2 if context.model.gated else 1), width
+
+
+def experts_forward(
+    builder: ProgramBuilder, context: LoweringContext, layer: int, normalized: Tensor, *, keep_input: bool
+) -> tuple[ExpertsSaved, Tensor]:
+    """Emit a mixture; returns what it keeps, and its output, which the caller releases."""
+    moe, sizes = _moe(context), RoutedSizes.of(context)
+    modules = context.training.recompute.modules
+    keep = builder.keep_activations
+    scores = _router_forward(builder, context, layer, sizes)
+    shared_saved: MlpSaved | None = None
+    shared_output: Tensor | None = None
+    if moe.shared_ffn_size:
+        builder.keep_activations = keep and "shared_experts" not in modules
+        shared_saved, shared_output = _shared_forward(builder, context, layer, normalized)
+        builder.keep_activations = keep
+    expert_input = _dispatcher(context).dispatch(builder, context, sizes, "dispatch")
+    if not keep_input:
+        builder.release(normalized, builder.last_row)
+    builder.promote(expert_input, "expert_input")
+    saved_inner, output = _expert_linears_forward(builder, context, layer, sizes, expert_input)
+    combined = _dispatcher(context).combine(builder, context, sizes, output, "combine")
+    builder.forget_unless_kept(scores, builder.last_row)
+    if shared_output is not None:
+        size = context.hidden_bytes
+        row = builder.memory_bound(
+            "shared_expert_add", OpKind.ELEMENTWISE, read=2 * size, written=size, dtype=context.dtype
+        )
+        builder.release(shared_output, row)
+    fc1_output, fc2_input = saved_inner
+    return ExpertsSaved(scores, expert_input, fc1_output, fc2_input, shared_saved), combined
+
+
+def _router_forward(
+    builder: ProgramBuilder, context: LoweringContext, layer: int, sizes: RoutedSizes
+) -> Tensor:
+    """Scores, choice of experts and routing map."""
+    moe = _moe(context)
+    dtype = DType.FP32 if moe.router_fp32 else context.dtype
+    shape = GemmShape(sizes.tokens, moe.experts, context.model.hidden_size, "TN", dtype=dtype, output=dtype)
+    row = builder.gemm("router", shape)
+    builder.parameter_rows.setdefault(context.module(layer, "mlp.router"), row)
+    logits = 4.0 * sizes.tokens * moe.experts
+    row = builder.memory_bound(
+        "router_scores",
+        OpKind.ROUTER,
+        read=logits,
+        written=logits,
+        access="reduction",
+        passes=2 if moe.routing_groups > 1 else 1,
+        dtype=DType.FP32,
+    )
+    # fp32 scores and the routing map with its indices: 8 bytes for each pair of token and expert.
+    scores = builder.activation("router_scores", 2 * logits, row)
+    builder.memory_bound(
+        "router_top_k",
+        OpKind.ROUTER,
+        read=logits,
+        written=logits / 4,
+        access="reduction",
+        passes=2,
+        dtype=DType.FP32,
+    )
+    if moe.aux_loss:
+        builder.memory_bound(
+            "router_aux_loss",
+            OpKind.ROUTER,
+            read=logits,
+            written=4.0 * moe.experts,
+            access="reduction",
+            passes=2,
+            dtype=DType.FP32,
+        )
+    return scores
+
+
+def _shared_forward(
+    builder: ProgramBuilder, context: LoweringContext, layer: int, normalized: Tensor
+) -> tuple[MlpSaved, Tensor]:
+    module, builder.module = builder.module, "mlp.shared_experts"
+    saved, output = mlp_forward(builder, context, Mlp.shared(context, layer), normalized, keep_input=True)
+    if _moe(context).shared_gate:
+        row = builder.memory_bound(
+            "shared_expert_gate",
+            OpKind.ELEMENTWISE,
+            read=2 * context.hidden_bytes,
+            written=context.hidden_bytes,
+            dtype=context.dtype,
+        )
+        builder.parameter_rows.setdefault(context.module(layer, "mlp.shared_experts"), row)
+    builder.module = module
+    return saved, output
+
+
+def _grouped(
+    context: LoweringContext, sizes: RoutedSizes, outputs: int, inputs: int, layout: str
+) -> GemmShape:
+    """A grouped GEMM over the local experts; ``NT`` is a weight gradient."""
+    tokens = sizes.per_expert
+    if layout == "NT":
+        return weight_gradient_shape(context, outputs, inputs, tokens, sizes.local_experts)
+    n, k = (outputs, inputs) if layout == "TN" else (inputs, outputs)
+    return GemmShape(
+        tokens, n, k, layout, dtype=context.dtype, output=context.dtype, count=sizes.local_experts
+    )
+
+
+def _expert_linears_forward(
+    builder: ProgramBuilder, context: LoweringContext, layer: int, sizes: RoutedSizes, expert_input: Tensor
+) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
+    """First linear, activation, second linear; returns what is kept of them and the output."""
+    first, width = _widths(context)
+    hidden = context.model.hidden_size
+    builder.module = "mlp.experts"
+    row = builder.gemm("expert_fc1", _grouped(context, sizes, first, hidden, "TN"))
+    builder.parameter_rows.setdefault(context.module(layer, "mlp.experts.linear_fc1"), row)
+    builder.forget_unless_kept(expert_input, row)
+    fc1_output = builder.activation("expert_fc1_output", context.item * sizes.copies * first, row)
+    fc2_input = _expert_activation(builder, context, sizes)
+    builder.forget_unless_kept(fc1_output, builder.last_row)
+    row = builder.gemm("expert_fc2", _grouped(context, sizes, hidden, width, "TN"))
+    builder.parameter_rows.setdefault(context.module(layer, "mlp.experts.linear_fc2"), row)
+    output = builder.temporary("expert_fc2_output", context.item * sizes.copies * hidden, row)
+    recomputed = "moe_act" in context.training.recompute.modules and builder.keep_activations
+    if recomputed:
+        builder.release(fc2_input, row)
+    else:
+        builder.forget_unless_kept(fc2_input, row)
+    builder.module = "mlp"
+    return (fc1_output, None if recomputed else fc2_input), output
+
+
+def _expert_activation(builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes) -> Tensor:
+    """The activation, multiplied by the routing scores."""
+    first, width = _widths(context)
+    size = context.item * sizes.copies * width
+    row = builder.memory_bound(
+        f"expert_{context.model.activation}",
+        OpKind.ELEMENTWISE,
+        read=context.item * sizes.copies * first + 4.0 * sizes.copies,
+        written=size,
+        dtype=context.dtype,
+    )
+    return builder.activation("expert_fc2_input", size, row)
+
+
+# -- backward ----------------------------------------------------------------------------------------------------
+
+
+def experts_backward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    layer: int,
+    saved: ExpertsSaved,
+    normalized: Tensor,
+    d_output: Tensor,
+    *,
+    owned: bool,
+) -> Tensor:
+    """Emit the backward pass of a mixture; returns the gradient of the norm's output."""
+    moe, sizes = _moe(context), RoutedSizes.of(context)
+    d_shared: Tensor | None = None
+    if moe.shared_ffn_size:
+        d_shared = _shared_backward(builder, context, layer, saved, normalized, d_output)
+    # Backward of combine is a dispatch of the gradients, backward of dispatch a combine.
+    d_fc2_output = _dispatcher(context).dispatch(builder, context, sizes, "combine_backward")
+    if owned:
+        builder.release(d_output, builder.last_row)
+    d_input = _expert_linears_backward(builder, context, layer, sizes, saved, d_fc2_output)
+    gradient = _dispatcher(context).combine(builder, context, sizes, d_input, "dispatch_backward")
+    _router_backward(builder, context, layer, sizes, saved, normalized)
+    size = context.hidden_bytes
+    branches = 2 if d_shared is None else 3
+    row = builder.memory_bound(
+        "expert_gradient_sum",
+        OpKind.ELEMENTWISE,
+        read=branches * size,
+        written=size,
+        dtype=context.dtype,
+    )
+    if d_shared is not None:
+        builder.release(d_shared, row)
+    builder.release(normalized, row)
+    return gradient
+
+
+def _shared_backward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    layer: int,
+    saved: ExpertsSaved,
+    normalized: Tensor,
+    d_output: Tensor,
+) -> Tensor:
+    module, builder.module = builder.module, "mlp.shared_experts"
+    mlp = Mlp.shared(context, layer)
+    kept = saved.shared
+    if "shared_experts" in context.training.recompute.modules:
+        kept = recompute_mlp(builder, context, mlp, normalized)
+    assert kept is not None
+    if _moe(context).shared_gate:
+        row = builder.memory_bound(
+            "shared_expert_gate_backward",
+            OpKind.ELEMENTWISE,
+            read=3 * context.hidden_bytes,
+            written=context.hidden_bytes,
+            dtype=context.dtype,
+        )
+        builder.gradient_rows[context.module(layer, "mlp.shared_experts")] = row
+    gradient = mlp_backward(builder, context, mlp, kept, normalized, d_output, owned=False)
+    builder.module = module
+    return gradient
+
+
+def _expert_linears_backward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    layer: int,
+    sizes: RoutedSizes,
+    saved: ExpertsSaved,
+    d_output: Tensor,
+) -> Tensor:
+    first, width = _widths(context)
+    hidden = context.model.hidden_size
+    builder.module = "mlp.experts"
+    fc2_input = saved.fc2_input
+    if fc2_input is None:
+        phase, builder.phase = builder.phase, Phase.RECOMPUTE
+        fc2_input = _expert_activation(builder, context, sizes)
+        builder.phase = phase
+    row = builder.gemm("expert_fc2_dgrad", _grouped(context, sizes, hidden, width, "NN"))
+    d_fc2_input = builder.temporary("expert_fc2_input_gradient", context.item * sizes.copies * width, row)
+    _expert_weight_gradient(
+        builder, context, layer, "fc2", _grouped(context, sizes, hidden, width, "NT"), (d_output, fc2_input)
+    )
+    fc1_bytes = context.item * sizes.copies * first
+    row = builder.memory_bound(
+        f"expert_{context.model.activation}_backward",
+        OpKind.ELEMENTWISE,
+        read=fc1_bytes + context.item * sizes.copies * width,
+        written=fc1_bytes + 4.0 * sizes.copies,
+        dtype=context.dtype,
+    )
+    builder.release(d_fc2_input, row)
+    builder.release(saved.fc1_output, row)
+    d_fc1 = builder.temporary("expert_fc1_gradient", fc1_bytes, row)
+    row = builder.gemm("expert_fc1_dgrad", _grouped(context, sizes, first, hidden, "NN"))
+    d_input = builder.temporary("expert_input_gradient", context.item * sizes.copies * hidden, row)
+    _expert_weight_gradient(
+        builder,
+        context,
+        layer,
+        "fc1",
+        _grouped(context, sizes, first, hidden, "NT"),
+        (d_fc1, saved.expert_input),
+    )
+    builder.module = "mlp"
+    return d_input
+
+
+def _expert_weight_gradient(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    layer: int,
+    which: str,
+    shape: GemmShape,
+    reads: tuple[Tensor, ...],
+) -> None:
+    name, parameter = f"expert_{which}_wgrad", context.module(layer, f"mlp.experts.linear_{which}")
+    if builder.deferred is not None:
+        builder.defer(DeferredGemm(name, shape, parameter, layer, builder.module, reads))
+        return
+    row = builder.gemm(name, shape, phase=Phase.BACKWARD_WEIGHT)
+    builder.gradient_rows[parameter] = row
+    for tensor in reads:
+        builder.release(tensor, row)
+
+
+def _router_backward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    layer: int,
+    sizes: RoutedSizes,
+    saved: ExpertsSaved,
+    normalized: Tensor,
+) -> None:
+    moe, hidden = _moe(context), context.model.hidden_size
+    dtype = DType.FP32 if moe.router_fp32 else context.dtype
+    logits = 4.0 * sizes.tokens * moe.experts
+    row = builder.memory_bound(
+        "router_backward",
+        OpKind.ROUTER,
+        read=2 * logits,
+        written=logits,
+        access="reduction",
+        passes=2,
+        dtype=DType.FP32,
+    )
+    builder.release(saved.scores, row)
+    d_logits = builder.temporary("router_logit_gradient", logits, row)
+    builder.gemm(
+        "router_dgrad", GemmShape(sizes.tokens, hidden, moe.experts, "NN", dtype=dtype, output=dtype)
+    )
+    shape = replace(weight_gradient_shape(context, moe.experts, hidden, sizes.tokens), dtype=dtype)
+    parameter = context.module(layer, "mlp.router")
+    if builder.deferred is not None:
+        builder.defer(
+            DeferredGemm("router_wgrad", shape, parameter, layer, builder.module, (d_logits, normalized))
+        )
+        return
+    row = builder.gemm("router_wgrad", shape, phase=Phase.BACKWARD_WEIGHT)
+    builder.gradient_rows[parameter] = row
+    builder.release(d_logits, row)

@@ -1,0 +1,128 @@
+"""Lowering of a dense MLP: column-parallel first linear, fused activation, row-parallel second linear.
+
+The shared experts of a mixture run the same operations at their own width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .lower_linear import (
+    Linear,
+    column_parallel_backward,
+    gathered_input,
+    linear_forward,
+    row_parallel_backward,
+    row_parallel_forward,
+)
+from .lowering_context import LoweringContext
+from .program import ProgramBuilder, Tensor
+from .vocabulary import OpKind, Phase
+
+
+@dataclass
+class MlpSaved:
+    """What the MLP keeps behind the norm; None where it is recomputed in backward."""
+
+    fc1_output: Tensor
+    fc2_input: Tensor
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """The two linears of an MLP on one rank."""
+
+    fc1: Linear
+    fc2: Linear
+    name: str
+
+    @classmethod
+    def dense(cls, context: LoweringContext, layer: int) -> Mlp:
+        """The MLP of a dense layer."""
+        return cls._of(context, layer, "mlp", "", context.model.layer_ffn_size(layer))
+
+    @classmethod
+    def shared(cls, context: LoweringContext, layer: int) -> Mlp:
+        """The shared experts of a layer, as one MLP."""
+        moe = context.model.moe
+        assert moe is not None
+        return cls._of(context, layer, "mlp.shared_experts", "shared_", moe.shared_ffn_size)
+
+    @classmethod
+    def _of(cls, context: LoweringContext, layer: int, path: str, prefix: str, width: int) -> Mlp:
+        hidden, local = context.model.hidden_size, width // context.tp
+        first = local * (2 if context.model.gated else 1)
+        return cls(
+            Linear(
+                f"{prefix}fc1", context.module(layer, f"{path}.linear_fc1"), hidden, first, context.tokens
+            ),
+            Linear(
+                f"{prefix}fc2", context.module(layer, f"{path}.linear_fc2"), local, hidden, context.tokens
+            ),
+            f"{prefix}{context.model.activation}",
+        )
+
+
+def mlp_forward(
+    builder: ProgramBuilder, context: LoweringContext, mlp: Mlp, normalized: Tensor, *, keep_input: bool
+) -> tuple[MlpSaved, Tensor]:
+    """Emit an MLP; returns what it keeps, and its output, which the caller releases.
+
+    ``normalized`` is released behind its last reader unless ``keep_input``.
+    """
+    gathered = gathered_input(builder, context, mlp.fc1.name)
+    if gathered is not None and not keep_input:
+        builder.release(normalized, len(builder) - 1)
+    row = linear_forward(builder, context, mlp.fc1)
+    if gathered is not None:
+        builder.release(gathered, row)
+    elif not keep_input:
+        builder.release(normalized, row)
+    first, second = context.token_bytes(mlp.fc1.outputs), context.token_bytes(mlp.fc2.inputs)
+    fc1_output = builder.activation(f"{mlp.fc1.name}_output", first, row)
+    row = builder.memory_bound(mlp.name, OpKind.ELEMENTWISE, read=first, written=second, dtype=context.dtype)
+    fc2_input = builder.activation(f"{mlp.fc2.name}_input", second, row)
+    builder.forget_unless_kept(fc1_output, row)
+    output = row_parallel_forward(builder, context, mlp.fc2)
+    builder.forget_unless_kept(fc2_input, builder.last_row)
+    return MlpSaved(fc1_output, fc2_input), output
+
+
+def mlp_backward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    mlp: Mlp,
+    saved: MlpSaved,
+    normalized: Tensor,
+    d_output: Tensor,
+    *,
+    owned: bool,
+) -> Tensor:
+    """Emit the backward pass of an MLP; returns the gradient of its input.
+
+    ``owned`` says that ``d_output`` is nobody else's and released here.
+    """
+    consumed: tuple[Tensor, ...] = (saved.fc2_input, d_output) if owned else (saved.fc2_input,)
+    borrowed = () if owned else (d_output,)
+    d_fc2_input = row_parallel_backward(
+        builder, context, mlp.fc2, d_output, consumed=consumed, borrowed=borrowed
+    )
+    first, second = context.token_bytes(mlp.fc1.outputs), context.token_bytes(mlp.fc2.inputs)
+    row = builder.memory_bound(
+        f"{mlp.name}_backward", OpKind.ELEMENTWISE, read=first + second, written=first, dtype=context.dtype
+    )
+    builder.release(d_fc2_input, row)
+    builder.release(saved.fc1_output, row)
+    d_fc1 = builder.temporary(f"{mlp.fc1.name}_gradient", first, row)
+    return column_parallel_backward(builder, context, mlp.fc1, normalized, d_fc1)
+
+
+def recompute_mlp(
+    builder: ProgramBuilder, context: LoweringContext, mlp: Mlp, normalized: Tensor
+) -> MlpSaved:
+    """Run an MLP again inside the backward program for what it did not keep."""
+    phase, builder.phase = builder.phase, Phase.RECOMPUTE
+    saved, output = mlp_forward(builder, context, mlp, normalized, keep_input=True)
+    builder.release(output, builder.last_row)
+    builder.phase = phase
+    return saved

@@ -1,0 +1,141 @@
+"""Which combinations of experts, context parallelism, ZeRO stage and recompute are possible.
+
+Sources: Megatron-Core ``parallel_state.py`` and ``transformer_config.py``; Transformer Engine's attention for what each
+context-parallel algorithm takes; DeepSpeed and FSDP2 for the ZeRO stages.
+"""
+
+from __future__ import annotations
+
+from op_graphs.lower_context_parallel import a2a_degree
+from op_graphs.model import ModelDescription
+from op_graphs.plan import ParallelPlan, TrainingPlan
+
+from .scenario_fields import Problems
+
+
+def check_experts(model: ModelDescription, parallel: ParallelPlan, problems: Problems) -> None:
+    """Note degrees that the experts of the model, or the ranks of a stage, cannot be split by."""
+    if not problems.sound("parallel.ep", "parallel.etp", "parallel.tp", "parallel.cp", "parallel.dp"):
+        return
+    ep, etp = parallel.ep, parallel.etp
+    if model.moe is None:
+        for name, degree in (("ep", ep), ("etp", etp)):
+            if degree > 1:
+                problems.add(f"parallel.{name}", degree, f"{model.name} has no experts; set it to 1")
+        return
+    moe = model.moe
+    for name, degree, size, what in (
+        ("ep", ep, moe.experts, "experts"),
+        ("etp", etp, moe.expert_ffn_size, "columns of an expert"),
+    ):
+        if size % degree:
+            fitting = [divisor for divisor in range(1, size + 1) if size % divisor == 0]
+            nearest = min(fitting, key=lambda divisor: (abs(divisor - degree), divisor))
+            problems.add(
+                f"parallel.{name}",
+                degree,
+                f"does not divide the {size} {what} of {model.name}; nearest: {nearest}",
+            )
+    ranks = parallel.tp * parallel.cp * parallel.dp
+    if ranks % (ep * etp):
+        fitting = [degree for degree in range(1, ranks // etp + 1) if ranks % (degree * etp) == 0]
+        nearest = min(fitting or [1], key=lambda degree: (abs(degree - ep), degree))
+        problems.add(
+            "parallel.ep",
+            ep,
+            f"times etp = {etp} does not divide the tp * cp * dp = {parallel.tp} * {parallel.cp} * {parallel.dp} = "
+            f"{ranks} ranks of a stage; nearest ep: {nearest}",
+        )
+    if parallel.tp > 1 and not parallel.sp:
+        problems.add(
+            "parallel.sp",
+            parallel.sp,
+            f"experts with tp = {parallel.tp} need sequence parallelism, or every rank would route the same tokens; "
+            "set sp: true",
+        )
+
+
+def check_context_parallel(
+    model: ModelDescription, parallel: ParallelPlan, training: TrainingPlan, problems: Problems
+) -> None:
+    """Note what the context-parallel algorithm cannot split."""
+    if parallel.cp == 1 or not problems.sound("parallel.cp", "parallel.cp_comm", "parallel.tp"):
+        return
+    if training.attention != "flash":
+        problems.add("training.attention", training.attention, "cannot run with cp > 1; set attention: flash")
+    kv_heads = max(1, (model.heads if model.latent_attention else model.kv_heads) // parallel.tp)
+    windowed = any(model.attention_window(layer) for layer in range(model.layers))
+    if windowed and parallel.cp_comm in ("p2p", "a2a+p2p"):
+        problems.add(
+            "parallel.cp_comm",
+            parallel.cp_comm,
+            f"cannot run the attention windows of {model.name}; use a2a or allgather",
+        )
+    if parallel.cp_comm == "a2a" and kv_heads % parallel.cp:
+        fitting = [degree for degree in range(1, kv_heads + 1) if kv_heads % degree == 0]
+        nearest = min(fitting, key=lambda degree: (abs(degree - parallel.cp), degree))
+        problems.add(
+            "parallel.cp",
+            parallel.cp,
+            f"does not divide the {kv_heads} key-value heads of a rank (tp = {parallel.tp}), over which a2a spreads; "
+            f"nearest: {nearest}, or cp_comm: p2p",
+        )
+    if parallel.cp_comm == "a2a+p2p" and a2a_degree(parallel.cp, kv_heads) == 1:
+        problems.add(
+            "parallel.cp",
+            parallel.cp,
+            f"has no divisor that the {kv_heads} key-value heads of a rank divide by, so there is nothing to switch; "
+            "use cp_comm: p2p",
+        )
+
+
+def check_sharding(parallel: ParallelPlan, problems: Problems) -> None:
+    """Note ZeRO stages that do not go with the rest of the plan."""
+    if not problems.sound(
+        "parallel.zero", "parallel.pp", "parallel.hsdp_shard", "parallel.dp", "parallel.cp"
+    ):
+        return
+    if parallel.zero == 2 and parallel.pp > 1:
+        problems.add(
+            "parallel.zero",
+            parallel.zero,
+            f"scatters gradients after every microbatch, which a pipeline (pp = {parallel.pp}) accumulates; "
+            "set zero: 1 or zero: 3",
+        )
+    shard = parallel.hsdp_shard
+    if shard is None:
+        return
+    if parallel.zero != 3:
+        problems.add("parallel.hsdp_shard", shard, f"needs zero: 3, zero is {parallel.zero}; leave it out")
+    elif parallel.data_parallel_size % shard:
+        ranks = parallel.data_parallel_size
+        fitting = [divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0]
+        nearest = min(fitting, key=lambda divisor: (abs(divisor - shard), divisor))
+        problems.add(
+            "parallel.hsdp_shard",
+            shard,
+            f"does not divide the dp * cp = {ranks} data-parallel ranks; nearest: {nearest}",
+        )
+
+
+def check_recompute(model: ModelDescription, training: TrainingPlan, problems: Problems) -> None:
+    """Note recompute modules the model does not have."""
+    path = "training.recompute.modules"
+    if not problems.sound(path):
+        return
+    layers = range(model.layers)
+    has = {
+        "mlp": any(not model.is_moe_layer(layer) for layer in layers),
+        "moe": model.moe is not None,
+        "moe_act": model.moe is not None,
+        "shared_experts": model.moe is not None and model.moe.shared_ffn_size > 0,
+        "mla_up_proj": model.latent_attention is not None,
+    }
+    for module in training.recompute.modules:
+        if not has.get(module, True):
+            possible = [name for name in ("core_attn", "layernorm", *has) if has.get(name, True)]
+            problems.add(path, module, f"{model.name} has no such module; it has {', '.join(possible)}")
+    if "moe" in training.recompute.modules and {"moe_act", "shared_experts"} & set(
+        training.recompute.modules
+    ):
+        problems.add(path, "moe", "recomputes the experts whole; leave out moe_act and shared_experts")
