@@ -158,13 +158,13 @@ def test_a_wrong_field_is_named_with_its_value_and_the_nearest_choice(changes, s
     [
         (
             {"parallel__tp": 3, "training__seq_len": 4095},
-            "parallel.tp: 3 (from scenario) does not divide the attention heads (32) and the hidden size (4096) and "
-            "the FFN size (14336) of llama3-8b; nearest: 2 or 4",
+            "parallel.tp: 3 (from scenario) does not fit llama3-8b: 32 heads do not divide by it; ffn_size 14336 does "
+            "not divide by it; 8 key-value heads do not divide by it, nor it by them. The nearest tp that fits is 2",
         ),
-        ({"parallel__tp": 64}, "does not divide the attention heads (32) of llama3-8b; nearest: 32"),
+        ({"parallel__tp": 64}, "32 heads do not divide by it. The nearest tp that fits is 32"),
         (
             {"model": {"base": "llama3-8b", "heads": 12, "kv_heads": 6, "head_size": 64}, "parallel__tp": 4},
-            "neither divides the key-value heads (6) of llama3-8b-changed nor is a multiple of them; nearest: 2",
+            "6 key-value heads do not divide by it, nor it by them. The nearest tp that fits is",
         ),
         (
             {"parallel__pp": 5},
@@ -236,30 +236,73 @@ def test_a_precision_the_machine_has_no_rate_for_is_refused():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"parallel__cp": 2}, "parallel.cp: 2 (from scenario) is not simulated yet; available: 1"),
-        ({"parallel__ep": 2}, "parallel.ep: 2 (from scenario) is not simulated yet; available: 1"),
-        ({"parallel__etp": 2}, "parallel.etp: 2 (from scenario) is not simulated yet; available: 1"),
-        ({"parallel__zero": 3}, "parallel.zero: 3 (from scenario) is not simulated yet; available: 0, 1"),
-        (
-            {"parallel__hsdp_shard": 8},
-            "parallel.hsdp_shard: 8 (from scenario) is not simulated yet; available: null",
-        ),
         (
             {"parallel__layout": "Et*3|t*4L"},
             "parallel.layout: Et*3|t*4L (from scenario) is not simulated yet",
         ),
         ({"training__dtype": "mxfp8"}, "is not simulated yet; available: bf16, fp16, fp32"),
         ({"schedule": "zb-h1"}, "is not simulated yet; available: gpipe, 1f1b, interleaved-1f1b"),
-        (
-            {"training__recompute": {"modules": ["mlp"]}},
-            "mlp (from scenario) is not simulated yet; available: core_attn",
-        ),
     ],
 )
 def test_a_legal_value_that_is_not_built_is_refused_alone(changes, said):
     found = problems_of(scenario(**changes))
     assert said in found
     assert found.startswith("scenario has a problem:")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel__ep": 2}, "parallel.ep: 2 (from scenario) llama3-8b has no experts; set it to 1"),
+        ({"parallel__etp": 2}, "parallel.etp: 2 (from scenario) llama3-8b has no experts; set it to 1"),
+        (
+            {"model": "mixtral-8x7b", "parallel__ep": 3, "parallel__dp": 3},
+            "parallel.ep: 3 (from scenario) does not divide the 8 experts of mixtral-8x7b; nearest: 2",
+        ),
+        (
+            {"model": "mixtral-8x7b", "parallel__ep": 8, "parallel__dp": 2},
+            "parallel.ep: 8 (from scenario) times etp = 1 does not divide the tp * cp * dp = 2 * 1 * 2 = 4 ranks of a "
+            "stage; nearest ep: 4",
+        ),
+        (
+            {"model": "mixtral-8x7b", "parallel__sp": False},
+            "parallel.sp: false (from scenario) experts with tp = 2 need sequence parallelism",
+        ),
+        (
+            {"parallel__cp": 8, "parallel__cp_comm": "a2a"},
+            "parallel.cp: 8 (from scenario) does not divide the 4 key-value heads of a rank (tp = 2), over which a2a "
+            "spreads; nearest: 4, or cp_comm: p2p",
+        ),
+        (
+            {"parallel__cp": 3, "parallel__cp_comm": "a2a+p2p", "training__seq_len": 4128},
+            "has no divisor that the 4 key-value heads of a rank divide by",
+        ),
+        (
+            {"parallel__cp": 2, "training__attention": "unfused"},
+            "training.attention: unfused (from scenario) cannot run with cp > 1; set attention: flash",
+        ),
+        (
+            {"model": "gpt-oss-20b", "parallel__cp": 2},
+            "parallel.cp_comm: p2p (default) cannot run the attention windows of gpt-oss-20b; use a2a or allgather",
+        ),
+        ({"parallel__zero": 2}, "parallel.zero: 2 (from scenario) scatters gradients after every microbatch"),
+        ({"parallel__hsdp_shard": 8}, "needs zero: 3, zero is 1; leave it out"),
+        (
+            {"parallel__hsdp_shard": 3, "parallel__zero": 3},
+            "parallel.hsdp_shard: 3 (from scenario) does not divide the dp * cp = 8 data-parallel ranks; nearest: 2",
+        ),
+        (
+            {"training__recompute": {"modules": ["moe_act"]}},
+            "moe_act (from scenario) llama3-8b has no such module; it has core_attn, layernorm, mlp",
+        ),
+        (
+            {"model": "mixtral-8x7b", "training__recompute": {"modules": ["moe", "moe_act"]}},
+            "recomputes the experts whole; leave out moe_act and shared_experts",
+        ),
+    ],
+)
+def test_experts_context_parallelism_sharding_and_recompute_have_rules(changes, said):
+    assert said in problems_of(scenario(**changes))
 
 
 def test_all_problems_are_told_at_once():
@@ -314,7 +357,7 @@ def test_an_overridden_figure_of_a_machine_says_that_it_was_set():
         ("parallel.tp", "is not key.path=value, such as parallel.pp=8"),
         ("=2", "is not key.path=value"),
         ("parallel.tp=[1", "--set parallel.tp=[1"),
-        ("parallel.tp=3", "parallel.tp: 3 (from --set) does not divide"),
+        ("parallel.tp=3", "parallel.tp: 3 (from --set) does not fit llama3-8b: 32 heads do not divide by it"),
         ("parallel.tp=", "parallel.tp: null (from --set) must be a whole number"),
     ],
 )

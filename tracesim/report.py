@@ -9,7 +9,7 @@ import numpy as np
 
 from op_graphs.graph import OpGraph
 from op_graphs.model_flops import model_flops_per_token
-from op_graphs.parameters import count_parameters
+from op_graphs.parameters import count_active_parameters, count_parameters
 from op_graphs.stage_layout import layers_per_stage
 from op_graphs.vocabulary import ROLE_DIMENSIONS, STREAM_ROLES, MemoryCategory, Phase, Stream
 
@@ -49,7 +49,7 @@ def build_report(
         "model": {
             "name": scenario.model.name,
             "parameters": count_parameters(scenario.model, seq_len=scenario.training.seq_len),
-            "active_parameters": count_parameters(scenario.model, seq_len=scenario.training.seq_len),
+            "active_parameters": count_active_parameters(scenario.model, seq_len=scenario.training.seq_len),
         },
         "iteration_time_ms": iteration_ns / 1e6,
         **_throughput(scenario, graph, iteration_ns),

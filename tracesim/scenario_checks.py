@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from hardware_profiles.profile import HardwareProfile
 from op_graphs.model import ModelDescription
+from op_graphs.parameters import tensor_parallel_problem
 from op_graphs.plan import OverlapPlan, ParallelPlan, TrainingPlan
 from op_graphs.stage_layout import layers_per_stage
 
@@ -128,32 +129,11 @@ def resolve_microbatches(
 
 
 def _check_tensor_parallel(model: ModelDescription, draft: Draft, problems: Problems) -> None:
-    tp = draft.parallel.tp
     if not problems.sound("parallel.tp"):
         return
-    fitting = [
-        degree
-        for degree in _divisors(model.heads)
-        if not model.hidden_size % degree and not model.ffn_size % degree and _fits_kv_heads(model, degree)
-    ]
-    advice = f"nearest: {_nearest_of(tp, fitting)}"
-    limits = {
-        f"attention heads ({model.heads})": model.heads % tp,
-        f"hidden size ({model.hidden_size})": model.hidden_size % tp,
-        f"FFN size ({model.ffn_size})": model.ffn_size % tp,
-    }
-    broken = [name for name, remainder in limits.items() if remainder]
-    if broken:
-        problems.add(
-            "parallel.tp", tp, f"does not divide the {' and the '.join(broken)} of {model.name}; {advice}"
-        )
-    elif not _fits_kv_heads(model, tp):
-        rule = f"neither divides the key-value heads ({model.kv_heads}) of {model.name} nor is a multiple of them"
-        problems.add("parallel.tp", tp, f"{rule}; {advice}")
-
-
-def _fits_kv_heads(model: ModelDescription, tp: int) -> bool:
-    return model.kv_heads % tp == 0 or tp % model.kv_heads == 0
+    problem = tensor_parallel_problem(model, draft.parallel.tp)
+    if problem:
+        problems.add("parallel.tp", draft.parallel.tp, problem.removeprefix(f"tp {draft.parallel.tp} "))
 
 
 def _check_stages(model: ModelDescription, parallel: ParallelPlan, problems: Problems) -> None:

@@ -82,14 +82,7 @@ def hardware_reference(hardware: HardwareProfile) -> str | dict[str, Any]:
 
 
 def _model_of(value: Mapping[Any, Any], folder: Path) -> ModelDescription:
-    base = value.get(BASE)
-    if not isinstance(base, str):
-        return model_from_mapping(value, "model", folder=folder)
-    start = _written_out(load_model(base, folder))
-    changes = {key: change for key, change in value.items() if key != BASE}
-    return model_from_mapping(
-        {**start, "name": f"{start['name']}-changed", **changes}, "model", folder=folder
-    )
+    return model_from_mapping(value, "model", folder=folder)
 
 
 def _written_out(model: ModelDescription) -> dict[str, Any]:
