@@ -74,6 +74,8 @@ class DataParallelism:
         """Group of ranks that hold the same shard."""
         ranks = self.context.parallel.group_ranks(dimension, self.context.rank)
         size = self.shard_size(dimension)
+        if size == 1:
+            return self.context.group(dimension)
         return self.context.names.group(
             f"{dimension.name.lower()}_replicate", ranks[ranks.index(self.context.rank) % size :: size]
         )

@@ -22,6 +22,9 @@ from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
 from .vocabulary import Communication, Dimension, DType, OpKind, Phase
 
+FINAL_NORM = "decoder.final_layernorm"
+"""Module of the norm behind the last layer."""
+
 
 @dataclass
 class HeadSaved:
@@ -112,16 +115,17 @@ def embedding_backward(
         gathered = builder.temporary("gathered_gradient", context.gathered_bytes, row)
     if model.positions == "learned":
         rows = model.max_positions or context.training.seq_len
-        _dense_table_gradient(builder, context, "position", rows)
-    _dense_table_gradient(builder, context, "word", context.local_vocab)
+        dense_table_gradient(builder, context, "position", rows)
+    dense_table_gradient(builder, context, "word", context.local_vocab)
     builder.release(gradient, builder.last_row)
     if gathered is not None:
         builder.release(gathered, builder.last_row)
 
 
-def _dense_table_gradient(
+def dense_table_gradient(
     builder: ProgramBuilder, context: LoweringContext, table: str, table_rows: int
 ) -> None:
+    """Emit the gradient of a lookup in the ``word`` or ``position`` table, added to its main gradient."""
     elements = table_rows * context.model.hidden_size
     dense = context.item * elements
     main = context.gradient_dtype.itemsize * elements
@@ -162,15 +166,55 @@ def _head_linear(context: LoweringContext) -> Linear:
     return Linear("head", "output_layer", context.model.hidden_size, context.local_vocab, context.tokens)
 
 
-def head_forward(builder: ProgramBuilder, context: LoweringContext, hidden: Tensor) -> HeadSaved:
-    """Emit final norm, head and loss; returns what they keep."""
-    builder.layer, builder.module = -1, "head"
+def norm_forward(builder: ProgramBuilder, context: LoweringContext, name: str, module: str) -> Tensor:
+    """Emit a norm outside of the decoder's layers; returns its output."""
     size = context.hidden_bytes
     row = builder.memory_bound(
-        "final_norm", OpKind.NORM, read=size, written=size, access="reduction", dtype=context.dtype
+        name, OpKind.NORM, read=size, written=size, access="reduction", dtype=context.dtype
     )
-    builder.parameter_rows["decoder.final_layernorm"] = row
-    normalized = builder.activation("final_norm_output", size, row)
+    builder.parameter_rows[module] = row
+    return builder.activation(f"{name}_output", size, row)
+
+
+def norm_backward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    name: str,
+    module: str,
+    norm_input: Tensor,
+    d_normalized: Tensor,
+) -> Tensor:
+    """Emit the backward pass of such a norm; returns the gradient of its input, which the caller releases."""
+    size = context.hidden_bytes
+    row = builder.memory_bound(
+        f"{name}_backward",
+        OpKind.NORM,
+        read=2 * size,
+        written=size,
+        access="reduction",
+        dtype=context.dtype,
+    )
+    builder.gradient_rows[module] = row
+    builder.release(d_normalized, row)
+    builder.release(norm_input, row)
+    return builder.temporary("hidden_state_gradient", size, row)
+
+
+def final_norm_forward(builder: ProgramBuilder, context: LoweringContext) -> Tensor:
+    """Emit the norm behind the last layer; returns its output."""
+    builder.layer, builder.module = -1, "head"
+    return norm_forward(builder, context, "final_norm", FINAL_NORM)
+
+
+def head_forward(builder: ProgramBuilder, context: LoweringContext, hidden: Tensor) -> HeadSaved:
+    """Emit final norm, head and loss; returns what they keep."""
+    normalized = final_norm_forward(builder, context)
+    return HeadSaved(hidden, normalized, logits_forward(builder, context))
+
+
+def logits_forward(builder: ProgramBuilder, context: LoweringContext) -> Tensor:
+    """Emit output head and loss of normalised hidden states; returns what the loss keeps."""
+    builder.layer, builder.module = -1, "head"
     gathered = gathered_input(builder, context, "head")
     row = linear_forward(builder, context, _head_linear(context))
     if gathered is not None:
@@ -179,9 +223,8 @@ def head_forward(builder: ProgramBuilder, context: LoweringContext, hidden: Tens
     builder.module = "loss"
     if context.training.cross_entropy_fusion:
         _fused_loss_forward(builder, context)
-        return HeadSaved(hidden, normalized, logits)
-    softmax = _unfused_loss_forward(builder, context, logits)
-    return HeadSaved(hidden, normalized, softmax)
+        return logits
+    return _unfused_loss_forward(builder, context, logits)
 
 
 def _fused_loss_forward(builder: ProgramBuilder, context: LoweringContext) -> None:
@@ -252,6 +295,25 @@ def _unfused_loss_forward(builder: ProgramBuilder, context: LoweringContext, log
 
 def head_backward(builder: ProgramBuilder, context: LoweringContext, saved: HeadSaved) -> Tensor:
     """Emit the backward pass of loss, head and final norm; returns the gradient of the last hidden state."""
+    d_normalized = logits_backward(builder, context, saved.normalized, saved.logits)
+    return final_norm_backward(builder, context, saved.norm_input, d_normalized)
+
+
+def final_norm_backward(
+    builder: ProgramBuilder, context: LoweringContext, norm_input: Tensor, d_normalized: Tensor
+) -> Tensor:
+    """Emit the backward pass of the norm behind the last layer; returns the gradient of the last hidden state."""
+    builder.layer, builder.module = -1, "head"
+    return norm_backward(builder, context, "final_norm", FINAL_NORM, norm_input, d_normalized)
+
+
+def logits_backward(
+    builder: ProgramBuilder, context: LoweringContext, normalized: Tensor, kept: Tensor
+) -> Tensor:
+    """Emit the backward pass of loss and output head; returns the gradient of the normalised hidden states.
+
+    ``kept`` is what :func:`logits_forward` returned.
+    """
     builder.layer, builder.module = -1, "loss"
     elements = float(context.tokens) * context.local_vocab
     half = context.item * elements
@@ -259,7 +321,7 @@ def head_backward(builder: ProgramBuilder, context: LoweringContext, saved: Head
         builder.memory_bound(
             "cross_entropy_backward", OpKind.LOSS, read=half, written=half, dtype=context.dtype
         )
-        d_logits = saved.logits
+        d_logits = kept
     else:
         builder.memory_bound(
             "cross_entropy_backward", OpKind.LOSS, read=4 * elements, written=4 * elements, dtype=DType.FP32
@@ -268,21 +330,6 @@ def head_backward(builder: ProgramBuilder, context: LoweringContext, saved: Head
             "logit_gradient_cast", OpKind.CAST, read=4 * elements, written=half, dtype=context.dtype
         )
         d_logits = builder.temporary("logit_gradient", half, row)
-        builder.release(saved.logits, row)
+        builder.release(kept, row)
     builder.module = "head"
-    d_normalized = column_parallel_backward(
-        builder, context, _head_linear(context), saved.normalized, d_logits
-    )
-    size = context.hidden_bytes
-    row = builder.memory_bound(
-        "final_norm_backward",
-        OpKind.NORM,
-        read=2 * size,
-        written=size,
-        access="reduction",
-        dtype=context.dtype,
-    )
-    builder.gradient_rows["decoder.final_layernorm"] = row
-    builder.release(d_normalized, row)
-    builder.release(saved.norm_input, row)
-    return builder.temporary("hidden_state_gradient", size, row)
+    return column_parallel_backward(builder, context, _head_linear(context), normalized, d_logits)

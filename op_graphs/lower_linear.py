@@ -12,6 +12,7 @@ Source: Megatron-Core ``tensor_parallel/layers.py``, Transformer Engine ``pytorc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -136,10 +137,14 @@ def weight_gradient(
 
 def run_deferred(builder: ProgramBuilder, gemms: Sequence[DeferredGemm]) -> Iterator[None]:
     """Run the weight-gradient GEMMs a backward for the input put off; yields behind each."""
+    left = Counter(gemm.parameter for gemm in gemms)
     for gemm in gemms:
         builder.layer, builder.module = gemm.layer, gemm.module
         row = builder.gemm(gemm.name, gemm.shape)
-        builder.gradient_rows[gemm.parameter] = row
+        left[gemm.parameter] -= 1
+        # A matrix that is used several times is complete with its last GEMM.
+        if not left[gemm.parameter]:
+            builder.gradient_rows[gemm.parameter] = row
         for tensor in gemm.reads:
             builder.release(tensor, row)
         yield

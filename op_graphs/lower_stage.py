@@ -22,6 +22,7 @@ from .lower_ends import (
 )
 from .lower_layer import LayerSaved, layer_backward, layer_forward
 from .lower_linear import run_deferred
+from .lower_mtp import PredictionSaved, prediction_backward, prediction_forward, prediction_units
 from .lowering_context import LoweringContext
 from .parameters import ParameterTensor, parameters_on_stage
 from .program import Program, ProgramBuilder, Tensor
@@ -72,7 +73,7 @@ class _Recomputed:
 class _ForwardSaved:
     embedding: EmbeddingSaved | None
     blocks: list[tuple[int, LayerSaved] | _Recomputed]
-    head: HeadSaved | None
+    head: HeadSaved | PredictionSaved | None
 
 
 def lower_chunk(context: LoweringContext, chunk: Chunk) -> ChunkPrograms:
@@ -131,11 +132,15 @@ class _ChunkLowering:
     rules: DataParallelism
     buckets: Sequence[Bucket]
 
-    def _units(self) -> list[str]:
-        """Units of the chunk in forward order."""
+    def _units(self, *, backward: bool = False) -> list[str]:
+        """Units of the chunk in the order in which a pass uses them first."""
+        first = ["embedding"] if self.chunk.has_embedding else []
         layers = [str(layer) for layer in self.chunk.layers]
-        ends = ["embedding"] if self.chunk.has_embedding else [], ["head"] if self.chunk.has_head else []
-        return [*ends[0], *layers, *ends[1]]
+        head = ["head"] if self.chunk.has_head else []
+        predictions = prediction_units(self.context) if self.chunk.has_head else []
+        if backward:
+            return [*head, *predictions[::-1], *layers[::-1], *first]
+        return [*first, *layers, *head, *predictions]
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -155,8 +160,10 @@ class _ChunkLowering:
                 "received_activation", context.hidden_bytes, 0, MemoryCategory.ACTIVATIONS
             )
         blocks, hidden = self._layers_forward(builder, weights, hidden)
-        head: HeadSaved | None = None
-        if chunk.has_head:
+        head: HeadSaved | PredictionSaved | None = None
+        if chunk.has_head and context.model.mtp_layers:
+            head = prediction_forward(builder, context, hidden, weights)
+        elif chunk.has_head:
             weights.enter("head")
             head = head_forward(builder, context, hidden)
             weights.leave("head")
@@ -219,9 +226,15 @@ class _ChunkLowering:
             context.names, chunk=self.chunk.index, phase=Phase.BACKWARD_INPUT, forward=forward
         )
         builder.deferred = [] if split else None
-        weights = _ShardedWeights(builder, self.rules, self._units()[::-1]).with_buckets(self.buckets)
+        weights = _ShardedWeights(builder, self.rules, self._units(backward=True)).with_buckets(self.buckets)
         reduction = _GradientReduction(builder, self.rules, buckets)
-        if saved.head is not None:
+        if isinstance(saved.head, PredictionSaved):
+            gradient = prediction_backward(builder, context, saved.head, weights)
+            if self.chunk.has_embedding:
+                # The table's gradient is complete only once its first lookup has added its part.
+                builder.gradient_rows.pop("embedding.word_embeddings")
+            reduction.emit_complete()
+        elif saved.head is not None:
             weights.enter("head")
             gradient = head_backward(builder, context, saved.head)
             weights.leave("head")
@@ -331,14 +344,14 @@ class _ShardedWeights:
             self._buckets.setdefault(bucket.unit, []).append(bucket)
         return self
 
-    def enter(self, unit: str) -> None:
-        """Wait for the weights of a unit, and start gathering those of the unit behind it."""
+    def enter(self, unit: str, *, prefetch: bool = True) -> None:
+        """Wait for the weights of a unit, and start gathering those of the unit behind it (``prefetch``)."""
         if not self._units:
             return
         self._gather(unit)
         self._builder.wait_for(*self._gathered[unit][0])
         following = self._units.index(unit) + 1
-        if following < len(self._units):
+        if prefetch and following < len(self._units):
             self._gather(self._units[following])
 
     def leave(self, unit: str) -> None:

@@ -112,7 +112,7 @@ def _after(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> Program
 def _reduce_replicated_gradients(
     builder: ProgramBuilder, context: LoweringContext, chunks: Sequence[ChunkPrograms]
 ) -> None:
-    """Sum the gradients of tensors whose copies each saw a part of the tokens, and of tied embeddings."""
+    """Sum the gradients of tensors whose copies each saw a part of the tokens: replicated ones, and whole models."""
     item = context.gradient_dtype.itemsize
     partial = sum(t.elements for c in chunks for t in c.parameters if t.reduced_over_tp)
     if partial:
@@ -130,6 +130,18 @@ def _reduce_replicated_gradients(
             size,
             Dimension.TP,
             context.group(Dimension.TP),
+            dtype=context.gradient_dtype,
+        )
+        builder.wait_for(row)
+    if context.copy_rank is not None:
+        elements = DataParallelism(context).sharded_elements(_parameters(chunks))
+        pair = (min(context.rank, context.copy_rank), max(context.rank, context.copy_rank))
+        row = builder.collective(
+            "model_copy_all_reduce",
+            Communication.ALL_REDUCE,
+            item * elements,
+            Dimension.PP,
+            context.names.group("model_copies", pair),
             dtype=context.gradient_dtype,
         )
         builder.wait_for(row)

@@ -21,6 +21,8 @@ class LoweringContext:
     names: GraphNames
     rank: int
     """Global rank whose groups are used: the representative of its pipeline stage."""
+    copy_rank: int | None = None
+    """Rank that holds the other copy of this rank's parameters, in a schedule with two copies of the model."""
 
     @property
     def tp(self) -> int:

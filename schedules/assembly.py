@@ -14,7 +14,7 @@ joined by a rendezvous. What is decided here is only order and waiting:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from op_graphs.program import GraphNames, Program, ProgramBuffers
 from op_graphs.vocabulary import Communication, OpKind, Phase, Stream
 
 from .actions import Action, ActionKind, Schedule, ScheduleError
+from .interleave import Interleaved, interleave
 from .order import requirements
 
 _TRANSFERS: dict[ActionKind, tuple[str, Communication, Stream, Phase]] = {
@@ -116,6 +117,11 @@ class _Assembly:
         self.produced: dict[Action, int] = {}
         self._transfer_programs: dict[tuple[ActionKind, int, int], Program] = {}
         self._stream_rows: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._pairs: dict[tuple[int, int], Interleaved] = {}
+        self.microbatches: list[tuple[Int64, int]] = []
+        """Rows of interleaved programs and the microbatch they belong to."""
+        self.holders: list[_Part] = []
+        """What holds the buffers of each compute action."""
 
     # -- one rank after another ------------------------------------------------------------------------------
 
@@ -128,35 +134,57 @@ class _Assembly:
         for action in self.schedule.actions[rank]:
             if action.is_send or action.is_receive:
                 self._add_transfer(state, action, rank)
-            else:
-                chunk = chunks[action.stage] if action.stage >= 0 else None
-                program = _program_of(chunk, action, first, last) if chunk else None
-                if program is None:
-                    raise ScheduleError(
-                        f"action {action} of schedule {self.schedule.name} cannot be simulated yet; "
-                        "F, B, I, W and their sends and receives can"
-                    )
-                self._add_compute(state, program, action, rank)
+                continue
+            found = [_program_of(chunks[part.stage], part, first, last) for part in action.parts]
+            if None in found or len(found) > 2:
+                raise ScheduleError(
+                    f"action {action} of schedule {self.schedule.name} cannot be simulated: what can are F, B, I, W, "
+                    "pairs (F;B)OVERLAP_F_B, and their sends and receives"
+                )
+            self._add_compute(state, [program for program in found if program], action, rank)
         ends = list(state.stream_ends.values())
         after = self._add(state, programs.after, rank, "optimizer", None)
         self.edges += [(after.base, row) for row in ends]
 
-    def _add_compute(self, state: _RankState, program: Program, action: Action, rank: int) -> None:
-        part = self._add(state, program, rank, f"{action.kind.value}{action.microbatch}", action)
-        self.by_action[action] = part
-        entry = part.base + program.input_row
+    def _add_compute(self, state: _RankState, programs: Sequence[Program], action: Action, rank: int) -> None:
+        """Append an action: one program, or two that are interleaved."""
+        name = "+".join(f"{part.kind.value}{part.microbatch}" for part in action.parts)
+        if len(programs) == 1:
+            placed = self._add(state, programs[0], rank, name, action)
+            held: tuple[_Part, ...] = (placed,)
+            entry = placed.base + programs[0].input_row
+        else:
+            merged = self._interleaved(programs[0], programs[1])
+            placed = self._add(state, merged.program, rank, name, action)
+            held = tuple(
+                replace(placed, program=view, microbatch=part.microbatch, action=part)
+                for part, view in zip(action.parts, merged.parts, strict=True)
+            )
+            self.microbatches.append((placed.base + merged.first_rows, action.parts[0].microbatch))
+            self.microbatches.append((placed.base + merged.second_rows, action.parts[1].microbatch))
+            # Both inputs are awaited before the pair begins.
+            entry = placed.base
         # What comes from another stage: through a receive, or directly where one rank holds both stages.
         for need in requirements(action, self.schedule):
             if need.is_receive:
                 self.edges.append((entry, self.transfer_rows[need]))
-            elif need.stage != action.stage and need in self.produced:
+            elif need.stage not in {part.stage for part in action.parts} and need in self.produced:
                 self.edges.append((entry, self.produced[need]))
         if not self.overlap.p2p:
-            self.edges += [(part.base, row) for row in state.sends]
+            self.edges += [(placed.base, row) for row in state.sends]
         state.sends.clear()
-        if program.output_row >= 0:
-            self.produced[action] = part.base + program.output_row
+        for part, piece in zip(action.parts, held, strict=True):
+            self.by_action[part] = piece
+            self.holders.append(piece)
+            if piece.program.output_row >= 0:
+                self.produced[part] = placed.base + piece.program.output_row
         state.compute_ends.append(state.stream_ends[Stream.COMPUTE])
+
+    def _interleaved(self, first: Program, second: Program) -> Interleaved:
+        key = (id(first), id(second))
+        if key not in self._pairs:
+            self._pairs[key] = interleave(first, second)
+        return self._pairs[key]
 
     def _add_transfer(self, state: _RankState, action: Action, rank: int) -> None:
         peer_rank = self.schedule.stage_rank(action.peer.stage)
@@ -227,9 +255,12 @@ class _Assembly:
     def finish(self) -> OpGraph:
         lengths = np.array([len(part.program) for part in self.parts])
         operations = Operations.concatenate(part.program.operations for part in self.parts)
+        microbatch = np.repeat([part.microbatch for part in self.parts], lengths)
+        for found, number in self.microbatches:
+            microbatch[found] = number
         operations = operations.with_columns(
             rank=np.repeat([part.rank for part in self.parts], lengths),
-            microbatch=np.repeat([part.microbatch for part in self.parts], lengths),
+            microbatch=microbatch,
             rendezvous=self._rendezvous(),
         )
         rows = [part.program.dependency_rows + part.base for part in self.parts]
@@ -298,7 +329,8 @@ class _Assembly:
 
     def _buffers(self) -> Buffers:
         tables = [self._persistent_buffers()]
-        for part in self.parts:
+        framing = [part for part in self.parts if part.action is None]
+        for part in sorted((*framing, *self.holders), key=lambda part: part.base):
             held = part.program.buffers
             if not len(held):
                 continue
@@ -345,7 +377,7 @@ def _edges_of_chunks(schedule: Schedule, rank: int) -> tuple[set[Action], set[Ac
     """First forward and last weight gradient of each stage on a rank, in the order of its row."""
     first: dict[int, Action] = {}
     last: dict[int, Action] = {}
-    for action in schedule.actions[rank]:
+    for action in (part for entry in schedule.actions[rank] for part in entry.parts):
         if action.kind is ActionKind.FORWARD:
             first.setdefault(action.stage, action)
         elif action.kind in (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_WEIGHT):

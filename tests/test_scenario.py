@@ -183,13 +183,21 @@ def test_a_wrong_field_is_named_with_its_value_and_the_nearest_choice(changes, s
             {"parallel__pp": 2, "parallel__first_stage_layers": 8, "parallel__last_stage_layers": 8},
             "the two stages take 16 layers, 16 of the model's 32 are left over",
         ),
-        ({"parallel__vpp": 2}, "needs a schedule with several model chunks a rank, schedule is 1f1b"),
-        ({"parallel__vpp": 2, "schedule": "gpipe"}, "schedule is gpipe"),
-        ({"parallel__vpp": 2, "parallel__pp": 1, "schedule": "interleaved-1f1b"}, "need a pipeline, pp is 1"),
+        (
+            {"parallel__vpp": 2},
+            "schedule 1f1b needs one model chunk a rank, not vpp=2 and pp=4; use interleaved-1f1b",
+        ),
+        (
+            {"parallel__vpp": 2, "schedule": "gpipe"},
+            "schedule: gpipe (from scenario) cannot be built: schedule gpipe",
+        ),
+        (
+            {"parallel__vpp": 2, "parallel__pp": 1, "schedule": "interleaved-1f1b"},
+            "needs at least 2 model chunks a rank and 2 ranks, not vpp=2 and pp=1; use 1f1b, or a larger pp",
+        ),
         (
             {"parallel__vpp": 2, "schedule": "interleaved-1f1b", "training": {"num_microbatches": 6}},
-            "training.num_microbatches: 6 (from scenario) is not a multiple of pp = 4, as interleaved-1f1b needs; "
-            "nearest: 4 or 8",
+            "make the microbatches a multiple of 4, as 4 or 8, or choose another group_size",
         ),
         (
             {"training__global_batch_size": 60},
@@ -241,7 +249,6 @@ def test_a_precision_the_machine_has_no_rate_for_is_refused():
             "parallel.layout: Et*3|t*4L (from scenario) is not simulated yet",
         ),
         ({"training__dtype": "mxfp8"}, "is not simulated yet; available: bf16, fp16, fp32"),
-        ({"schedule": "zb-h1"}, "is not simulated yet; available: gpipe, 1f1b, interleaved-1f1b"),
     ],
 )
 def test_a_legal_value_that_is_not_built_is_refused_alone(changes, said):

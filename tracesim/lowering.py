@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from op_graphs.graph import OpGraph
 from op_graphs.lower_stage import Chunk, lower_chunk
 from op_graphs.lower_step import RankPrograms, lower_rank
 from op_graphs.lowering_context import LoweringContext
 from op_graphs.program import GraphNames
 from op_graphs.stage_layout import layers_per_stage
+from schedules.actions import Schedule
 from schedules.assembly import assemble
 from schedules.check import check_schedule
 from schedules.communication import add_communication
@@ -32,22 +31,17 @@ def lower_scenario(scenario: Scenario) -> OpGraph:
     else:
         schedule = add_communication(schedule)
     names = GraphNames()
-    programs = [
-        _lower_rank(
-            scenario,
-            names,
-            rank,
-            [stage for stage in range(schedule.stages) if schedule.stage_rank(stage) == rank],
-        )
-        for rank in range(parallel.pp)
-    ]
+    programs = [_lower_rank(scenario, names, schedule, rank) for rank in range(parallel.pp)]
     return assemble(programs, schedule, scenario.overlap, names)
 
 
 def _lower_rank(
-    scenario: Scenario, names: GraphNames, pipeline_rank: int, stages: Sequence[int]
+    scenario: Scenario, names: GraphNames, schedule: Schedule, pipeline_rank: int
 ) -> RankPrograms:
     parallel = scenario.parallel
+    stages = [stage for stage in range(schedule.stages) if schedule.stage_rank(stage) == pipeline_rank]
+    # Two copies of the model run in opposite directions: the mirrored rank holds the same layers.
+    mirrored = parallel.rank_of(pp=parallel.pp - 1 - pipeline_rank) if schedule.copies > 1 else None
     context = LoweringContext(
         model=scenario.model,
         parallel=parallel,
@@ -55,17 +49,20 @@ def _lower_rank(
         overlap=scenario.overlap,
         names=names,
         rank=parallel.rank_of(pp=pipeline_rank),
+        copy_rank=mirrored,
     )
     layers = layers_per_stage(scenario.model.layers, parallel)
     chunks = []
     for index, stage in enumerate(stages):
-        first = sum(layers[:stage])
+        # A second copy of the model (DualPipe) numbers its stages on.
+        part = stage % len(layers)
+        first = sum(layers[:part])
         chunk = Chunk(
             stage=stage,
             index=index,
-            layers=range(first, first + layers[stage]),
-            has_embedding=stage == 0,
-            has_head=stage == parallel.stages - 1,
+            layers=range(first, first + layers[part]),
+            has_embedding=part == 0,
+            has_head=part == len(layers) - 1,
         )
         chunks.append(lower_chunk(context, chunk))
     workspaces = library_workspace_bytes(scenario.hardware, grouped=scenario.model.moe is not None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -130,7 +131,7 @@ def _read_source(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any]
         path = Path(str(resources.files("tracesim") / "scenarios" / f"{source}.yaml"))
         return read_yaml_mapping(path), f"{source}.yaml", path.parent, source
     path = Path(source)
-    if isinstance(source, str) and not path.suffix and not path.exists() and len(path.parts) == 1:
+    if isinstance(source, str) and not path.suffix and not os.path.exists(path) and len(path.parts) == 1:
         near = difflib.get_close_matches(source, list_scenarios(), n=1, cutoff=0.5)
         advice = f"did you mean {near[0]}?" if near else f"bundled: {', '.join(list_scenarios())}"
         raise ScenarioError(f"{source!r} is neither a bundled scenario nor a file; {advice}")
@@ -186,7 +187,7 @@ def _training(values: Mapping[str, Any], parallel: ParallelPlan, problems: Probl
 def _schedule(value: object, folder: Path, problems: Problems) -> str:
     if not isinstance(value, str):
         problems.add("schedule", value, f"is a {describe_type(value)}, must be a schedule name or a CSV file")
-    elif value in SCHEDULES:
+    elif value.partition(":")[0] in SCHEDULES:
         return value
     elif not value.lower().endswith(".csv"):
         problems.add(

@@ -15,12 +15,17 @@ from op_graphs.parameters import tensor_parallel_problem
 from op_graphs.plan import OverlapPlan, ParallelPlan, TrainingPlan
 from op_graphs.stage_layout import layers_per_stage
 
+from schedules.actions import ScheduleError
+from schedules.registry import build_schedule
+
 from .parallel_checks import check_context_parallel, check_experts, check_recompute, check_sharding
 from .scenario_fields import Problems, show_value
 
 MAX_WORLD_SIZE = 1 << 20
 MAX_ACTIONS = 1 << 20
 """Forward passes of all stages in a step; more would neither fit in memory nor be read by anybody."""
+_CHECKED_ACTIONS = 1 << 16
+"""Schedules up to this size are built to check them; larger ones are checked when they are simulated."""
 _LARGEST_ADVICE = 1 << 10
 
 
@@ -44,14 +49,8 @@ class Draft:
 _BUILT: tuple[tuple[str, Callable[[Draft], object], tuple[object, ...]], ...] = (
     ("parallel.layout", lambda draft: draft.parallel.layout, (None,)),
     ("training.dtype", lambda draft: draft.dtype, ("bf16", "fp16", "fp32")),
-    (
-        "schedule",
-        lambda draft: "FILE.csv" if draft.schedule.endswith(".csv") else draft.schedule,
-        ("gpipe", "1f1b", "interleaved-1f1b", "FILE.csv"),
-    ),
 )
 _UNBUILT_MODEL_PARTS: tuple[tuple[str, Callable[[ModelDescription], object]], ...] = (
-    ("heads for multi-token prediction", lambda model: model.mtp_layers),
     ("an input of image patches", lambda model: model.patches),
     ("a vision encoder", lambda model: model.vision),
     ("attention in both directions", lambda model: not model.causal),
@@ -77,6 +76,7 @@ def check_combinations(draft: Draft, problems: Problems) -> None:
         _check_tensor_parallel(draft.model, draft, problems)
         _check_stages(draft.model, draft.parallel, problems)
         _check_positions(draft.model, draft, problems)
+        _check_prediction_heads(draft.model, problems)
         check_experts(draft.model, draft.parallel, problems)
         check_context_parallel(draft.model, draft.parallel, draft.training, problems)
         check_recompute(draft.model, draft.training, problems)
@@ -204,6 +204,15 @@ def _check_positions(model: ModelDescription, draft: Draft, problems: Problems) 
         )
 
 
+def _check_prediction_heads(model: ModelDescription, problems: Problems) -> None:
+    if model.mtp_layers and model.positions == "learned" and problems.sound("model"):
+        problems.note(
+            "model",
+            f"{model.name} has heads for multi-token prediction and learned positions, which Megatron-LM does not "
+            "combine; set mtp_layers: 0 or positions: rotary",
+        )
+
+
 def _check_sequence(draft: Draft, problems: Problems) -> None:
     parallel, seq_len = draft.parallel, draft.training.seq_len
     if not problems.sound("training.seq_len", "parallel.tp", "parallel.cp", "parallel.sp"):
@@ -221,28 +230,19 @@ def _check_sequence(draft: Draft, problems: Problems) -> None:
 
 def _check_chunks(draft: Draft, problems: Problems) -> None:
     parallel, schedule = draft.parallel, draft.schedule
-    if not problems.sound("parallel.pp", "parallel.vpp", "schedule"):
+    paths = (
+        "parallel.pp",
+        "parallel.vpp",
+        "schedule",
+        "training.global_batch_size",
+        "training.num_microbatches",
+    )
+    if not problems.sound(*paths) or parallel.stages * draft.training.num_microbatches > _CHECKED_ACTIONS:
         return
-    if parallel.vpp > 1 and parallel.pp == 1:
-        problems.add(
-            "parallel.vpp", parallel.vpp, "model chunks need a pipeline, pp is 1; set vpp: 1 or pp: 2"
-        )
-    elif parallel.vpp > 1 and schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
-        problems.add(
-            "parallel.vpp",
-            parallel.vpp,
-            f"needs a schedule with several model chunks a rank, schedule is {schedule}; "
-            "set schedule: interleaved-1f1b or vpp: 1",
-        )
-    microbatches = draft.training.num_microbatches
-    batch_is_sound = problems.sound("training", "training.global_batch_size", "training.num_microbatches")
-    if schedule == "interleaved-1f1b" and batch_is_sound and microbatches % parallel.pp:
-        problems.add(
-            "training.num_microbatches",
-            microbatches,
-            f"is not a multiple of pp = {parallel.pp}, as interleaved-1f1b needs; "
-            f"nearest: {_nearest_multiples(microbatches, parallel.pp)}",
-        )
+    try:
+        build_schedule(schedule, parallel.pp, parallel.vpp, draft.training.num_microbatches)
+    except ScheduleError as error:
+        problems.add("schedule", schedule, f"cannot be built: {error}")
 
 
 def _check_precision(draft: Draft, problems: Problems) -> None:

@@ -15,20 +15,11 @@ from op_graphs.lower_context_parallel import ALGORITHMS
 from op_graphs.lower_dispatch import DISPATCHERS
 from op_graphs.plan import OverlapPlan, ParallelPlan, Recompute, TrainingPlan
 from op_graphs.vocabulary import DType
+from schedules.registry import schedule_names
 
 from .yaml_reading import describe_type
 
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved-1f1b",
-    "interleaved-zb",
-    "zb-h1",
-    "zb-h2",
-    "zb-v",
-    "dualpipe",
-    "dualpipev",
-)
+SCHEDULES = schedule_names()
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
 RECOMPUTE_METHODS = ("uniform", "block")
 DTYPES: dict[str, DType | None] = {
