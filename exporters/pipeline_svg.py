@@ -35,9 +35,12 @@ _STRIP_LEVELS = 4
 _FORWARD, _BACKWARD, _BACKWARD_WEIGHT, _OTHER = range(4)
 _COLOURS = ("#0072B2", "#009E73", "#E69F00", "#8A8A8A")
 _LATER_CHUNK_COLOURS = ("#6FB1DC", "#7ACDB4", "#F3CD80", "#BDBDBD")
+_PAIR, _PAIR_COLOURS = 8, ("#F0E442", "#F8F2A1")
+_ALL_COLOURS = (*_COLOURS, *_LATER_CHUNK_COLOURS, *_PAIR_COLOURS)
 _EXPOSED_COLOUR, _OVERLAPPED_COLOUR, _MEMORY_COLOUR = "#D55E00", "#56B4E9", "#CC79A7"
 _CLASS_NAMES = ("forward", "backward", "backward for weight", "optimizer and other")
-_ACTION_NAME = re.compile(r"\d*([FBIW])\d+")
+_PAIR_NAME = "forward beside backward"
+_ACTION_NAME = re.compile(r"\d*([FBIW])\d+(\+\d*[BIW]\d+)*")
 _CLASS_OF_LETTER = {"F": _FORWARD, "B": _BACKWARD, "I": _BACKWARD, "W": _BACKWARD_WEIGHT}
 
 _COMMUNICATION_ROLES = (
@@ -90,7 +93,7 @@ class _Actions:
     start: Int64
     end: Int64
     colour: Int64
-    """Action class, plus ``len(_COLOURS)`` on odd model chunks."""
+    """Index into ``_ALL_COLOURS``."""
     name: tuple[str, ...]
 
 
@@ -109,6 +112,7 @@ class _Picture:
         self.peak = max(
             (float(values.max()) for _, values in self.memory.values() if len(values)), default=0.0
         )
+        self.communicates = bool(_device_work(timeline)[0].any())
         self.draw_each = sum(len(actions.start) for actions in self.actions.values()) <= _MOST_ACTIONS
 
     def x(self, time: Int64 | int) -> Float64:
@@ -120,18 +124,18 @@ class _Picture:
         is_action = (self.timeline.slice_roles() == TrackRole.PIPELINE) & (self.slice_ranks == rank)
         rows = np.flatnonzero(is_action)
         rows = rows[np.argsort(slices.start[rows], kind="stable")]
-        later_chunk = (np.maximum(slices.chunk[rows], 0) % 2) * len(_COLOURS)
+        classes = self.classes[slices.name[rows]]
+        later_chunk = (np.maximum(slices.chunk[rows], 0) % 2) * np.where(classes == _PAIR, 1, len(_COLOURS))
         return _Actions(
             slices.start[rows],
             slices.start[rows] + slices.duration[rows],
-            self.classes[slices.name[rows]] + later_chunk,
+            classes + later_chunk,
             tuple(self.timeline.string(name) for name in slices.name[rows].tolist()),
         )
 
     def style(self) -> str:
         """Colours of actions and strips, as classes."""
-        colours = [*_COLOURS, *_LATER_CHUNK_COLOURS]
-        rules = [f".a{index}{{fill:{colour}}}" for index, colour in enumerate(colours)]
+        rules = [f".a{index}{{fill:{colour}}}" for index, colour in enumerate(_ALL_COLOURS)]
         for letter, colour in (("e", _EXPOSED_COLOUR), ("o", _OVERLAPPED_COLOUR)):
             rules += [
                 f".{letter}{level}{{stroke:{colour};stroke-width:{_STRIP_HEIGHT};"
@@ -162,11 +166,16 @@ class _Picture:
         used = sorted(
             {int(colour) for actions in self.actions.values() for colour in np.unique(actions.colour)}
         )
-        colours = [*_COLOURS, *_LATER_CHUNK_COLOURS]
-        entries = [(colours[colour], _legend_name(colour)) for colour in used]
-        entries += [(_EXPOSED_COLOUR, "exposed communication"), (_OVERLAPPED_COLOUR, "overlapped")]
+        entries = [(_ALL_COLOURS[colour], _legend_name(colour)) for colour in used]
+        if self.communicates:
+            entries += [(_EXPOSED_COLOUR, "exposed communication"), (_OVERLAPPED_COLOUR, "overlapped")]
         if self.peak:
             entries.append((_MEMORY_COLOUR, "allocated memory"))
+        if sum(21 + 6.6 * len(name) for _, name in entries) > _WIDTH - 16:
+            # One line has no room for every shade: name the kinds, and what lighter means.
+            kinds = dict.fromkeys(_PAIR if colour >= _PAIR else colour % len(_COLOURS) for colour in used)
+            named = [(_ALL_COLOURS[kind], _legend_name(kind)) for kind in kinds]
+            entries = [*named, (_LATER_CHUNK_COLOURS[_OTHER], "lighter: odd chunk"), *entries[len(used) :]]
         x = 16.0
         for colour, name in entries:
             yield f'<rect x="{x:g}" y="51" width="11" height="11" rx="2" fill="{colour}"/>'
@@ -280,10 +289,14 @@ class _Picture:
 
 def _action_class(name: str) -> int:
     match = _ACTION_NAME.fullmatch(name)
-    return _CLASS_OF_LETTER[match.group(1)] if match else _OTHER
+    if match is None:
+        return _OTHER
+    return _PAIR if match.group(2) else _CLASS_OF_LETTER[match.group(1)]
 
 
 def _legend_name(colour: int) -> str:
+    if colour >= _PAIR:
+        return f"{_PAIR_NAME}, odd chunk" if colour > _PAIR else _PAIR_NAME
     chunk, kind = divmod(colour, len(_COLOURS))
     return f"{_CLASS_NAMES[kind]}, odd chunk" if chunk else _CLASS_NAMES[kind]
 

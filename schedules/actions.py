@@ -38,6 +38,9 @@ class ActionKind(str, Enum):
     REDUCE_GRAD = "REDUCE_GRAD"
     OVERLAP_F_B = "OVERLAP_F_B"
 
+    # Enum's own hash is a Python function, and actions are hashed by the hundred thousand.
+    __hash__ = str.__hash__
+
 
 COMPUTE_KINDS = frozenset(
     (
@@ -147,6 +150,26 @@ def backward(stage: int, microbatch: int) -> Action:
     return Action(stage, ActionKind.FULL_BACKWARD, microbatch)
 
 
+def backward_input(stage: int, microbatch: int) -> Action:
+    """The backward for the input of a microbatch on a stage."""
+    return Action(stage, ActionKind.BACKWARD_INPUT, microbatch)
+
+
+def backward_weight(stage: int, microbatch: int) -> Action:
+    """The backward for the weight of a microbatch on a stage."""
+    return Action(stage, ActionKind.BACKWARD_WEIGHT, microbatch)
+
+
+def overlapped(*parts: Action) -> Action:
+    """A forward and a backward (full, or for the input) side by side."""
+    return Action(-1, ActionKind.OVERLAP_F_B, -1, parts)
+
+
+def v_placement(pp: int) -> tuple[int, ...]:
+    """Rank of each stage where two stages a rank are laid out as a V: down the ranks, and back up."""
+    return (*range(pp), *reversed(range(pp)))
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The actions of every pipeline rank, in the order each executes them."""
@@ -155,12 +178,20 @@ class Schedule:
     pp: int
     """Pipeline ranks."""
     stages: int
-    """Stages over all ranks (pp times the model chunks of a rank)."""
+    """Stages over all ranks and copies of the model (pp times the stages of a rank)."""
     microbatches: int
+    """Microbatches of a step, over all copies."""
     actions: tuple[tuple[Action, ...], ...]
     """One row a rank."""
     stage_ranks: tuple[int, ...] = ()
     """Rank that holds each stage; left empty, stage ``s`` lies on rank ``s % pp`` (the loop placement)."""
+    copies: int = 1
+    """Copies of the model, each a pipeline of its own: 2 in bidirectional schedules, else 1.
+
+    Copy c holds stages ``c * stages // copies`` and up, and takes the c-th share of the microbatches.
+    """
+    forward_only: bool = False
+    """Whether there are no backwards, as in evaluation."""
 
     def __post_init__(self) -> None:
         if self.pp < 1 or self.stages < self.pp or self.microbatches < 1:
@@ -171,6 +202,11 @@ class Schedule:
         if len(self.actions) != self.pp:
             raise ScheduleError(
                 f"schedule {self.name}: {len(self.actions)} rows of actions for pp={self.pp} ranks"
+            )
+        if self.copies < 1 or self.stages % self.copies or self.microbatches % self.copies:
+            raise ScheduleError(
+                f"schedule {self.name}: copies={self.copies} of the model must divide stages={self.stages} and "
+                f"microbatches={self.microbatches}"
             )
         placement = self.stage_ranks or tuple(stage % self.pp for stage in range(self.stages))
         if len(placement) != self.stages or not all(0 <= rank < self.pp for rank in placement):
@@ -183,6 +219,41 @@ class Schedule:
     def stage_rank(self, stage: int) -> int:
         """The rank that holds a stage."""
         return self.stage_ranks[stage]
+
+    @cached_property
+    def rank_stages(self) -> tuple[tuple[int, ...], ...]:
+        """Stages of each rank, ascending: the place of a stage in its rank's row is its model chunk there."""
+        held: list[list[int]] = [[] for _ in range(self.pp)]
+        for stage, rank in enumerate(self.stage_ranks):
+            held[rank].append(stage)
+        return tuple(map(tuple, held))
+
+    def chunk(self, stage: int) -> int:
+        """Model chunk of a stage on its rank: 0 for the first of the rank's stages."""
+        return self.rank_stages[self.stage_ranks[stage]].index(stage)
+
+    @property
+    def model_stages(self) -> int:
+        """Stages of one copy of the model."""
+        return self.stages // self.copies
+
+    def model_stage(self, stage: int) -> int:
+        """Which part of the model a stage holds: its number within its copy."""
+        return stage % self.model_stages
+
+    def is_first(self, stage: int) -> bool:
+        """Whether the stage takes the microbatches in."""
+        return stage % self.model_stages == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Whether the stage computes the loss."""
+        return stage % self.model_stages == self.model_stages - 1
+
+    def stage_microbatches(self, stage: int) -> range:
+        """Microbatches that pass through a stage."""
+        share = self.microbatches // self.copies
+        copy = stage // self.model_stages
+        return range(copy * share, (copy + 1) * share)
 
     def steps(self) -> Iterator[tuple[int, int, Action]]:
         """Every (rank, step, action), rank after rank."""

@@ -45,15 +45,14 @@ def sends_after(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     """Sends of what ``action`` produces for a stage on another rank."""
     sends = []
     for part in action.parts:
-        if part.kind is ActionKind.FORWARD:
-            send, neighbour = Action(part.stage, ActionKind.SEND_F, part.microbatch), part.stage + 1
-        elif part == gradient_source(schedule, part.stage, part.microbatch):
-            send, neighbour = Action(part.stage, ActionKind.SEND_B, part.microbatch), part.stage - 1
+        stage = part.stage
+        if part.kind is ActionKind.FORWARD and not schedule.is_last(stage):
+            send, neighbour = Action(stage, ActionKind.SEND_F, part.microbatch), stage + 1
+        elif not schedule.is_first(stage) and part == gradient_source(schedule, stage, part.microbatch):
+            send, neighbour = Action(stage, ActionKind.SEND_B, part.microbatch), stage - 1
         else:
             continue
-        if 0 <= neighbour < schedule.stages and schedule.stage_rank(neighbour) != schedule.stage_rank(
-            part.stage
-        ):
+        if schedule.stage_rank(neighbour) != schedule.stage_rank(stage):
             sends.append(send)
     return tuple(sends)
 

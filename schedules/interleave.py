@@ -2,13 +2,14 @@
 
 Each program is cut behind its exposed expert-parallel exchanges; the pieces take turns on the compute stream, so that
 the exchange that ends a piece of one program travels under the next piece of the other. This is the pairing of
-DeepSeek-V3's DualPipe (arXiv:2412.19437, section 3.2.1, figure 4) and of Megatron-Core's combined 1F1B. A program without
-such exchanges is one piece: then the second simply follows the first.
+DeepSeek-V3's DualPipe (arXiv:2412.19437, section 3.2.1, figure 4) and of Megatron-Core's combined 1F1B. A program
+without such exchanges is one piece: then the second simply follows the first.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def _pieces(program: Program) -> list[range]:
     bounds = [0, *ends]
     if bounds[-1] != len(program):
         bounds.append(len(program))
-    return [range(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [range(begin, end) for begin, end in pairwise(bounds)]
 
 
 def _moved(program: Program, new_rows: Int64) -> Program:

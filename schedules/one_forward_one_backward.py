@@ -7,6 +7,8 @@ at most min(p - r, m) microbatches in flight. The order is Megatron-LM's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .actions import Action, Schedule, backward, forward
 
 
@@ -17,14 +19,22 @@ def one_forward_one_backward(pp: int, chunks: int, microbatches: int) -> Schedul
 
 
 def _rank_actions(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
+    forwards = [forward(rank, microbatch) for microbatch in range(microbatches)]
+    backwards = [backward(rank, microbatch) for microbatch in range(microbatches)]
+    # The warm-up fills the ranks behind this one.
+    return alternate(forwards, backwards, warm_up=pp - rank - 1)
+
+
+def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
+    """Forwards and backwards, equally many, in turn, behind ``warm_up`` forwards."""
     actions: list[Action] = []
-    # Warm-up: fill the ranks behind this one.
-    warm_up = min(pp - rank - 1, microbatches)
-    actions += [forward(rank, microbatch) for microbatch in range(warm_up)]
+    # Warm-up: forwards only.
+    warm_up = min(warm_up, len(forwards))
+    actions += forwards[:warm_up]
     # Steady state: one forward, one backward.
-    steady = microbatches - warm_up
+    steady = len(forwards) - warm_up
     for step in range(steady):
-        actions += [forward(rank, warm_up + step), backward(rank, step)]
+        actions += [forwards[warm_up + step], backwards[step]]
     # Cool-down: drain the backwards of the warm-up.
-    actions += [backward(rank, microbatch) for microbatch in range(steady, microbatches)]
+    actions += backwards[steady:]
     return tuple(actions)

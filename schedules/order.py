@@ -27,12 +27,10 @@ def requirements(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         return tuple(need for need in dict.fromkeys(needed) if need not in inside)
     stage, kind, microbatch, _ = action
     if kind is ActionKind.FORWARD:
-        return _input_of(schedule, stage, stage - 1, microbatch) if stage > 0 else ()
+        return () if schedule.is_first(stage) else _input_of(schedule, stage, stage - 1, microbatch)
     if kind in (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_INPUT):
         own = (forward(stage, microbatch),)
-        return (
-            own if stage == schedule.stages - 1 else own + _input_of(schedule, stage, stage + 1, microbatch)
-        )
+        return own if schedule.is_last(stage) else own + _input_of(schedule, stage, stage + 1, microbatch)
     if kind is ActionKind.BACKWARD_WEIGHT:
         return (Action(stage, ActionKind.BACKWARD_INPUT, microbatch),)
     if kind is ActionKind.SEND_F:
@@ -42,7 +40,7 @@ def requirements(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     if action.is_receive:
         return (action.peer,)
     if kind is ActionKind.REDUCE_GRAD:
-        return tuple(_last_backward(schedule, stage, number) for number in range(schedule.microbatches))
+        return tuple(_last_backward(schedule, stage, number) for number in schedule.stage_microbatches(stage))
     return ()
 
 

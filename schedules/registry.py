@@ -1,45 +1,105 @@
-"""The schedules by name. Adding one is a file with a pure function, and a line in ``SCHEDULES``."""
+"""The schedules by name. Adding one is a file with a pure function, and an entry in ``SCHEDULES``.
+
+A name may carry options, as in ``interleaved-1f1b:group=8`` or ``greedy:memory=8,forward=1,input=0.9,weight=0.7``.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
 from .actions import Schedule, ScheduleError
+from .costs import ActionCosts
 from .csv_format import read_schedule_csv
+from .dualpipe import dualpipe
+from .dualpipev import dualpipev
+from .forward_only import forward_only
 from .gpipe import gpipe
+from .greedy import greedy
 from .interleaved import interleaved_one_forward_one_backward
+from .interleaved_zero_bubble import interleaved_zero_bubble
+from .looped_bfs import looped_bfs
 from .one_forward_one_backward import one_forward_one_backward
+from .overlapped_1f1b import overlapped_one_forward_one_backward, overlapped_with_delayed_weights
+from .v_half import v_half
+from .v_min import v_min
+from .zb_h1 import zb_h1
+from .zb_h2 import zb_h2
+from .zb_v import zb_v
 
 
-class _Builder(Protocol):
-    def __call__(self, pp: int, chunks: int, microbatches: int) -> Schedule: ...
+class ChunkRule(Enum):
+    """How many model chunks a rank may hold; the value says it in words."""
 
+    ONE = "one model chunk a rank"
+    TWO = "two model chunks a rank, laid out as a V"
+    SEVERAL = "at least 2 model chunks a rank"
+    ANY = "any number of model chunks a rank"
 
-class _GroupedBuilder(Protocol):
-    def __call__(self, pp: int, chunks: int, microbatches: int, group_size: int | None) -> Schedule: ...
+    def allows(self, chunks: int) -> bool:
+        """Whether a rank may hold so many chunks."""
+        if self is ChunkRule.ANY:
+            return True
+        if self is ChunkRule.SEVERAL:
+            return chunks >= 2
+        return chunks == (1 if self is ChunkRule.ONE else 2)
+
+    @property
+    def usual(self) -> int:
+        """The number of chunks to take where none is given."""
+        return 2 if self in (ChunkRule.TWO, ChunkRule.SEVERAL) else 1
 
 
 @dataclass(frozen=True)
-class Single:
-    """A schedule with one stage a rank."""
+class Entry:
+    """A schedule by name."""
 
-    build: _Builder
-
-
-@dataclass(frozen=True)
-class Grouped:
-    """A schedule with two or more stages a rank, which passes microbatches in groups."""
-
-    build: _GroupedBuilder
+    build: Callable[..., Schedule]
+    """Takes pp, chunks and microbatches, and the options by name."""
+    chunks: ChunkRule
+    options: Mapping[str, type] = field(default_factory=dict)
+    """Options and the type of each; ``group`` is the parameter ``group_size``."""
+    least_pp: int = 1
 
 
-SCHEDULES: Mapping[str, Single | Grouped] = {
-    "gpipe": Single(gpipe),
-    "1f1b": Single(one_forward_one_backward),
-    "interleaved-1f1b": Grouped(interleaved_one_forward_one_backward),
+_GROUP = {"group": int}
+_COSTS = {"forward": float, "input": float, "weight": float}
+
+
+def _greedy(
+    pp: int,
+    chunks: int,
+    microbatches: int,
+    memory: int | None = None,
+    forward: float = 1.0,
+    input: float = 1.0,  # noqa: A002 - the option's name
+    weight: float = 1.0,
+) -> Schedule:
+    return greedy(pp, chunks, microbatches, memory, ActionCosts(forward, input, weight))
+
+
+SCHEDULES: Mapping[str, Entry] = {
+    "gpipe": Entry(gpipe, ChunkRule.ONE),
+    "1f1b": Entry(one_forward_one_backward, ChunkRule.ONE),
+    "interleaved-1f1b": Entry(
+        interleaved_one_forward_one_backward, ChunkRule.SEVERAL, options=_GROUP, least_pp=2
+    ),
+    "1f1b-overlap": Entry(overlapped_one_forward_one_backward, ChunkRule.ANY, options=_GROUP),
+    "1f1b-overlap-wgrad": Entry(overlapped_with_delayed_weights, ChunkRule.ANY, options=_GROUP),
+    "looped-bfs": Entry(looped_bfs, ChunkRule.SEVERAL),
+    "interleaved-zb": Entry(interleaved_zero_bubble, ChunkRule.SEVERAL, options=_GROUP, least_pp=2),
+    "zb-h1": Entry(zb_h1, ChunkRule.ONE),
+    "zb-h2": Entry(zb_h2, ChunkRule.ONE),
+    "zb-v": Entry(zb_v, ChunkRule.TWO),
+    "v-half": Entry(v_half, ChunkRule.TWO),
+    "v-min": Entry(v_min, ChunkRule.TWO),
+    "dualpipe": Entry(dualpipe, ChunkRule.ONE, least_pp=2),
+    "dualpipev": Entry(dualpipev, ChunkRule.TWO),
+    "greedy": Entry(_greedy, ChunkRule.ANY, options={"memory": int, **_COSTS}),
+    "forward": Entry(forward_only, ChunkRule.ANY),
 }
 
 
@@ -48,50 +108,84 @@ def schedule_names() -> tuple[str, ...]:
     return tuple(SCHEDULES)
 
 
+def usual_chunks(name: str) -> int:
+    """Model chunks a rank holds in a schedule where nobody says: 2 where it needs several, else 1.
+
+    Raises:
+        ScheduleError: if the name is unknown.
+    """
+    return _lookup(name)[1].chunks.usual
+
+
 def build_schedule(
     name: str, pp: int, vpp: int, microbatches: int, group_size: int | None = None
 ) -> Schedule:
-    """The schedule of a name (in any case) or of a CSV file.
+    """The schedule of a name (in any case, options behind a colon) or of a CSV file.
 
     Args:
-        name: one of :func:`schedule_names`, or a path that ends in ``.csv``.
+        name: one of :func:`schedule_names`, perhaps with options, or a path that ends in ``.csv``.
         pp: pipeline ranks.
         vpp: model chunks (stages) of a rank.
         microbatches: microbatches of a step.
         group_size: microbatches an interleaved schedule passes through a chunk before the next; pp if not given.
 
     Raises:
-        ScheduleError: if the name is unknown, a size is below 1, or the schedule cannot have these sizes.
+        ScheduleError: if the name or an option is unknown, a size is below 1, or the schedule cannot have these sizes.
     """
     for label, value in (("pp", pp), ("vpp", vpp), ("microbatches", microbatches)):
         if value < 1:
             raise ScheduleError(f"schedule {name}: {label}={value} must be at least 1")
     if name.lower().endswith(".csv"):
         return _from_file(name, pp, vpp, microbatches)
-    known = SCHEDULES.get(name.lower())
-    if known is None:
-        raise ScheduleError(_unknown(name))
-    if isinstance(known, Grouped):
-        if vpp < 2 or pp < 2:
-            raise ScheduleError(
-                f"schedule {name.lower()} needs at least 2 model chunks a rank and 2 ranks, not vpp={vpp} and "
-                f"pp={pp}; use 1f1b, or a larger {'vpp' if vpp < 2 else 'pp'}"
-            )
-        return known.build(pp, vpp, microbatches, group_size)
-    if vpp != 1:
-        raise ScheduleError(
-            f"schedule {name.lower()} runs one model chunk a rank, not vpp={vpp}; use interleaved-1f1b, or vpp=1"
-        )
+    plain, entry, options = _lookup(name)
+    if not entry.chunks.allows(vpp) or pp < entry.least_pp:
+        raise ScheduleError(_wrong_sizes(plain, entry, pp, vpp))
     if group_size is not None:
-        raise ScheduleError(
-            f"schedule {name.lower()} has no microbatch groups; remove group_size={group_size}"
-        )
-    return known.build(pp, vpp, microbatches)
+        if "group" not in entry.options:
+            raise ScheduleError(f"schedule {plain} has no microbatch groups; remove group_size={group_size}")
+        options["group"] = group_size
+    if "group" in options:
+        options["group_size"] = options.pop("group")
+    return entry.build(pp, vpp, microbatches, **options)
+
+
+def _lookup(name: str) -> tuple[str, Entry, dict[str, Any]]:
+    """Plain name, entry and options of a name with or without options."""
+    plain, colon, text = name.lower().partition(":")
+    entry = SCHEDULES.get(plain)
+    if entry is None:
+        raise ScheduleError(_unknown(plain))
+    options: dict[str, Any] = {}
+    for part in text.split(",") if colon else ():
+        key, _, value = part.partition("=")
+        key = key.strip()
+        if key not in entry.options:
+            takes = ", ".join(f"{option}=..." for option in entry.options) or "no options"
+            raise ScheduleError(
+                f"schedule {name}: {part.strip()!r} is no option of {plain}, which takes {takes}"
+            )
+        try:
+            options[key] = entry.options[key](value)
+        except ValueError:
+            wanted = "a whole number" if entry.options[key] is int else "a number"
+            raise ScheduleError(f"schedule {name}: {key}={value.strip()} must be {wanted}") from None
+    return plain, entry, options
+
+
+def _wrong_sizes(name: str, entry: Entry, pp: int, vpp: int) -> str:
+    needs = entry.chunks.value + (f" and {entry.least_pp} ranks" if entry.least_pp > 1 else "")
+    if entry.chunks is ChunkRule.ONE and vpp != 1:
+        advice = "use interleaved-1f1b, or vpp=1"
+    elif not entry.chunks.allows(vpp):
+        advice = "use 1f1b, or vpp=2" if vpp == 1 else "use interleaved-1f1b, or vpp=2"
+    else:
+        advice = "use 1f1b, or a larger pp"
+    return f"schedule {name} needs {needs}, not vpp={vpp} and pp={pp}; {advice}"
 
 
 def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    nearest = difflib.get_close_matches(name, SCHEDULES, n=2, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
     return f"unknown schedule {name!r}: valid are {', '.join(SCHEDULES)}, or the path of a .csv file{hint}"
 
 
@@ -100,7 +194,7 @@ def _from_file(path: str, pp: int, vpp: int, microbatches: int) -> Schedule:
     wanted = {"pp": pp, "stages (pp * vpp)": pp * vpp, "microbatches": microbatches}
     held = {
         "pp": schedule.pp,
-        "stages (pp * vpp)": schedule.stages,
+        "stages (pp * vpp)": schedule.model_stages,
         "microbatches": schedule.microbatches,
     }
     wrong = [f"{held[key]} {key} instead of {wanted[key]}" for key in wanted if held[key] != wanted[key]]

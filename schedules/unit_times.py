@@ -7,10 +7,11 @@ really costs is for the engine; this knows neither operators nor hardware.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .actions import Action, ActionKind, Schedule, ScheduleError
+from .costs import ActionCosts
 from .grid import step_grid, time_grid
 from .order import requirements
 
@@ -30,13 +31,30 @@ class UnitTimes:
         return max((row[-1] for row in self.ends if row), default=0.0)
 
     @property
-    def rank_bubble_fractions(self) -> tuple[float, ...]:
-        """Idle share of the makespan on each rank."""
-        busy = (
+    def rank_busy(self) -> tuple[float, ...]:
+        """Time each rank is not idle."""
+        return tuple(
             sum(end - start for start, end in zip(starts, ends, strict=True))
             for starts, ends in zip(self.starts, self.ends, strict=True)
         )
-        return tuple(1.0 - time / self.makespan if self.makespan else 0.0 for time in busy)
+
+    @property
+    def rank_spans(self) -> tuple[float, ...]:
+        """Time from the first start to the last end on each rank."""
+        return tuple(
+            ends[-1] - starts[0] if starts else 0.0
+            for starts, ends in zip(self.starts, self.ends, strict=True)
+        )
+
+    @property
+    def longest_rank(self) -> float:
+        """Longest of the ranks' spans: what the zero-bubble papers compare, as ranks need not end together."""
+        return max(self.rank_spans)
+
+    @property
+    def rank_bubble_fractions(self) -> tuple[float, ...]:
+        """Idle share of the makespan on each rank."""
+        return tuple(1.0 - busy / self.makespan if self.makespan else 0.0 for busy in self.rank_busy)
 
     @property
     def bubble_fraction(self) -> float:
@@ -61,7 +79,8 @@ def simulate_unit_times(
     """Run a schedule with fixed costs and free communication; each rank executes its row in order.
 
     Args:
-        schedule: compute-only or with communication; sends do not block, a receive waits for its send.
+        schedule: compute-only or with communication. Sends do not block; a receive is posted where it stands, and what
+            consumes it waits for its send.
         forward: cost of a forward of one stage.
         backward: cost of a full backward.
         backward_input: cost of a backward for the input; half of ``backward`` if not given.
@@ -72,12 +91,17 @@ def simulate_unit_times(
             grid with the step of each stuck rank marked and what it waits for.
     """
     for_input = backward / 2 if backward_input is None else backward_input
-    costs = {
-        ActionKind.FORWARD: forward,
-        ActionKind.FULL_BACKWARD: backward,
-        ActionKind.BACKWARD_INPUT: for_input,
-        ActionKind.BACKWARD_WEIGHT: backward - for_input if backward_weight is None else backward_weight,
-    }
+    for_weight = backward - for_input if backward_weight is None else backward_weight
+    return simulate_costs(schedule, ActionCosts(forward, for_input, for_weight))
+
+
+def simulate_costs(schedule: Schedule, costs: ActionCosts) -> UnitTimes:
+    """Run a schedule with given costs and free communication; each rank executes its row in order.
+
+    Raises:
+        ScheduleError: as :func:`simulate_unit_times`, and if the costs name another number of stages.
+    """
+    costs.check_stages(schedule.stages)
     run = _Run(schedule, costs)
     run.advance_all()
     stuck = {rank: need for rank, need in run.waits_for.items() if need is not None}
@@ -89,7 +113,7 @@ def simulate_unit_times(
 class _Run:
     """State of one simulation: how far each rank has come, and who waits for what."""
 
-    def __init__(self, schedule: Schedule, costs: Mapping[ActionKind, float]) -> None:
+    def __init__(self, schedule: Schedule, costs: ActionCosts) -> None:
         self.schedule = schedule
         self.costs = costs
         self.starts: list[list[float]] = [[] for _ in range(schedule.pp)]
@@ -117,12 +141,14 @@ class _Run:
         clock = ends[-1] if ends else 0.0
         for action in self.schedule.actions[rank][len(ends) :]:
             start = clock
-            for need in requirements(action, self.schedule):
-                if need not in self.ended:
-                    self.waits_for[rank] = need
+            # A receive is only posted at its place; who consumes it waits for the send.
+            for need in () if action.is_receive else requirements(action, self.schedule):
+                source = need.peer if need.is_receive and need in self.ended else need
+                if source not in self.ended:
+                    self.waits_for[rank] = source
                     return finished
-                start = max(start, self.ended[need])
-            clock = start + sum(self.costs.get(part.kind, 0.0) for part in action.parts)
+                start = max(start, self.ended[source])
+            clock = start + self.costs.of(action)
             starts.append(start)
             ends.append(clock)
             for done in (action, *action.sub_actions):
@@ -159,15 +185,20 @@ def _whereabouts(schedule: Schedule, need: Action, rank: int, heads: list[int]) 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """Most (stage, microbatch) pairs whose activations each rank holds at once.
 
-    A pair is held from its forward to the end of its full backward, or of its backward for the weight.
+    A pair is held from its forward to the end of its full backward, or of its backward for the weight. Without
+    backwards nothing is kept beyond the forward itself.
     """
-    peaks = []
-    for row in schedule.actions:
-        held = peak = 0
-        for action in row:
-            kinds = [part.kind for part in action.parts]
-            held += kinds.count(ActionKind.FORWARD)
-            peak = max(peak, held)
-            held -= kinds.count(ActionKind.FULL_BACKWARD) + kinds.count(ActionKind.BACKWARD_WEIGHT)
-        peaks.append(peak)
-    return tuple(peaks)
+    if schedule.forward_only:
+        return tuple(min(len(row), 1) for row in schedule.actions)
+    return tuple(max(activations_held(row), default=0) for row in schedule.actions)
+
+
+def activations_held(row: Sequence[Action]) -> list[int]:
+    """How many pairs a rank holds while it runs each action of its row."""
+    held, counts = 0, []
+    for action in row:
+        kinds = [part.kind for part in action.parts]
+        held += kinds.count(ActionKind.FORWARD)
+        counts.append(held)
+        held -= kinds.count(ActionKind.FULL_BACKWARD) + kinds.count(ActionKind.BACKWARD_WEIGHT)
+    return counts

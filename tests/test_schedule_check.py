@@ -7,6 +7,7 @@ import pytest
 from schedules import (
     Schedule,
     ScheduleError,
+    build_schedule,
     check_schedule,
     parse_action,
     peak_activations,
@@ -117,6 +118,43 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock():
         ScheduleError, match="rank 1 at step 1 \\(3F0\\) waits for 2F0, which is step 2 of rank 0"
     ):
         check_schedule(crossed)
+
+
+@pytest.mark.parametrize(
+    ("limit", "complaint", "mark"),
+    [
+        (3, "rank 0, step 3: 0F3 makes 4 activations held, the limit is 3 (the rank's peak is 4)", ">0F3<"),
+        ((4, 2, 2, 1), "rank 1, step 2: 1F2 makes 3 activations held, the limit is 2", ">1F2<"),
+        ((4, 3), "2 memory limits for pp=4 ranks; give one, or one a rank", "4"),
+    ],
+)
+def test_the_step_that_exceeds_the_memory_limit_is_marked(limit, complaint, mark):
+    with pytest.raises(ScheduleError) as caught:
+        check_schedule(build_schedule("1f1b", 4, 1, 8), memory_limit=limit)
+    assert complaint in str(caught.value)
+    assert mark in str(caught.value)
+
+
+def test_a_schedule_within_its_memory_limit_passes():
+    check_schedule(build_schedule("1f1b", 4, 1, 8), memory_limit=(4, 3, 2, 1))
+
+
+def test_a_forward_only_schedule_has_no_backward():
+    forwards = build_schedule("forward", 2, 1, 2)
+    check_schedule(forwards)
+    assert peak_activations(forwards) == (1, 1)
+    row = (*forwards.actions[0], parse_action("0B0"))
+    with pytest.raises(ScheduleError, match="0B0 is of a backward, but the schedule is forward only"):
+        check_schedule(forwards.with_actions((row, forwards.actions[1])))
+
+
+def test_a_microbatch_of_the_other_direction_is_refused():
+    both = build_schedule("dualpipe", 2, 1, 4)
+    row = (*both.actions[0], parse_action("0F3"))
+    with pytest.raises(
+        ScheduleError, match="0F3 is for microbatch 3, but microbatches 0 to 1 pass through stage 0"
+    ):
+        check_schedule(both.with_actions((row, both.actions[1])))
 
 
 def test_only_ten_problems_are_spelled_out_and_a_long_grid_shows_the_marked_part():

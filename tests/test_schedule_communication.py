@@ -120,10 +120,15 @@ def test_every_schedule_runs_with_blocking_and_with_non_blocking_sends(plan):
     computes = build_schedule(*plan)
     schedule = add_communication(computes)
     assert runs_with_blocking_batches(schedule)
-    check_schedule(schedule)
+    check_schedule(schedule, sends_block=True)
     assert simulate_unit_times(schedule).makespan == simulate_unit_times(computes).makespan
     assert without_communication(schedule) == computes
-    assert len(transfers(schedule)) == 4 * (computes.stages - 1) * computes.microbatches * (computes.pp > 1)
+    crossings = sum(
+        len(schedule.stage_microbatches(stage))
+        for stage in range(schedule.stages)
+        if not schedule.is_last(stage) and schedule.stage_rank(stage) != schedule.stage_rank(stage + 1)
+    )
+    assert len(transfers(schedule)) == (2 if schedule.forward_only else 4) * crossings
 
 
 def test_the_blocking_simulation_can_fail():
@@ -141,7 +146,21 @@ def test_the_blocking_simulation_can_fail():
             if not action.is_receive:
                 kept.append(action)
         late.append(tuple(kept))
-    assert not runs_with_blocking_batches(schedule.with_actions(tuple(late)))
+    stuck = schedule.with_actions(tuple(late))
+    assert not runs_with_blocking_batches(stuck)
+    check_schedule(stuck)
+    with pytest.raises(ScheduleError) as caught:
+        check_schedule(stuck, sends_block=True)
+    lines = str(caught.value).splitlines()
+    assert "deadlock if sends block until their receive is posted" in lines[0]
+    assert lines[1].startswith("  rank 0 at step ")
+    assert "waits for" in lines[1]
+    assert ">" in lines[-1]
+
+
+def test_blocking_cannot_be_asked_of_a_schedule_without_transfers():
+    with pytest.raises(ScheduleError, match="sends and receives are not written out"):
+        check_schedule(build_schedule("1f1b", 2, 1, 2), sends_block=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,421 @@
+"""``tracesim schedule``: draw, check, compare and export pipeline schedules."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from exporters import write_perfetto
+from exporters.pipeline_svg import pipeline_svg
+from schedules import (
+    ActionCosts,
+    ActionKind,
+    Schedule,
+    ScheduleError,
+    UnitTimes,
+    add_communication,
+    check_blocking_sends,
+    check_schedule,
+    format_csv,
+    schedule_names,
+    simulate_costs,
+)
+from schedules.grid import rank_labels, scaled_rows
+
+from ..output import atomic_write
+from ..schedule_workbench import (
+    PlanSizes,
+    compare_on_costs,
+    compare_on_scenario,
+    describe_schedule,
+    load_schedule,
+    scenario_times,
+    schedule_rows,
+    schedule_timeline,
+)
+from .errors import report_error
+from .printing import output_console, print_json, progress
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_STYLES = {
+    ActionKind.FORWARD: "white on blue",
+    ActionKind.FULL_BACKWARD: "black on green",
+    ActionKind.BACKWARD_INPUT: "black on green",
+    ActionKind.BACKWARD_WEIGHT: "black on yellow",
+    ActionKind.OVERLAP_F_B: "black on cyan",
+}
+_LEAST_COLUMNS = 20
+_TABLE_COLUMNS = 72
+
+
+def _size_options(command: _Command) -> _Command:
+    for option in (
+        click.option("--microbatches", type=int, metavar="M", help="Microbatches of a step."),
+        click.option("--vpp", type=int, metavar="V", help="Model chunks a rank [default: what NAME needs]."),
+        click.option("--pp", type=int, metavar="P", help="Pipeline ranks."),
+    ):
+        command = option(command)
+    return command
+
+
+def _cost_options(command: _Command) -> _Command:
+    for option in (
+        click.option(
+            "--stage-factors", metavar="LIST", help="A factor of each stage's costs, as 1,1,1.2,0.8."
+        ),
+        click.option("--overlapped-cost", type=float, metavar="X", help="F beside B [default: their sum]."),
+        click.option(
+            "--weight-cost", type=float, metavar="W", help="Part of B for the weight [default: half]."
+        ),
+        click.option("--backward-cost", type=float, default=2.0, show_default=True, metavar="B"),
+        click.option("--forward-cost", type=float, default=1.0, show_default=True, metavar="F"),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group()
+def schedule() -> None:
+    """Draw, check, compare and export pipeline schedules.
+
+    A schedule is a NAME (tracesim schedule names) or a FILE.csv as torch.distributed.pipelining writes it.
+    """
+
+
+@schedule.command()
+def names() -> None:
+    """List the schedules by name."""
+    click.echo("\n".join(schedule_names()))
+
+
+@schedule.command()
+@click.argument("name", required=False)
+@_size_options
+@_cost_options
+@click.option("--scenario", metavar="SCENARIO", help="Take the times of a simulated scenario.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a field of the scenario."
+)
+@click.option("--width", type=int, metavar="N", help="Characters a line may take [default: the terminal's].")
+@click.option("--svg", type=click.Path(path_type=Path), metavar="FILE.svg", help="Also draw into a picture.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE.pftrace", help="Also as a trace."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print figures and the times of all actions as JSON.")
+def show(
+    name: str | None,
+    pp: int | None,
+    vpp: int | None,
+    microbatches: int | None,
+    forward_cost: float,
+    backward_cost: float,
+    weight_cost: float | None,
+    overlapped_cost: float | None,
+    stage_factors: str | None,
+    scenario: str | None,
+    overrides: tuple[str, ...],
+    width: int | None,
+    svg: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Draw the schedule NAME (or FILE.csv) with real widths, and print bubble and activations of each rank.
+
+    On given costs communication is free. With --scenario the times are those of its simulation, in milliseconds, with
+    NAME in the place of its schedule if given. F, B, I and W are forward, full backward, backward for the input and for
+    the weight; small letters are odd model chunks; + is a forward beside a backward.
+    """
+    costs = None
+    if scenario is None:
+        costs = _costs(forward_cost, backward_cost, weight_cost, overlapped_cost, stage_factors)
+        times = simulate_costs(_named(name, PlanSizes(pp, vpp, microbatches)), costs)
+    else:
+        with progress("simulating"):
+            changes = _with_sizes(overrides, pp, microbatches)
+            times = scenario_times(scenario, changes, name)
+    columns = _width(width)
+    for path, write in ((svg, _write_svg), (output, _write_trace)):
+        if path is not None:
+            write(path, times)
+    description = describe_schedule(times, costs)
+    if as_json:
+        print_json({**description, "actions": schedule_rows(times)})
+        return
+    _print_grid(times, columns, Console(width=columns, highlight=False))
+    console = Console(width=max(columns, _TABLE_COLUMNS), highlight=False)
+    _print_figures(description, console)
+    for path in filter(None, (svg, output)):
+        console.print(f"wrote {path}", soft_wrap=True)
+
+
+@schedule.command()
+@click.argument("name")
+@_size_options
+@click.option(
+    "--memory-limit",
+    metavar="N",
+    help="Most activations (microbatches times stages) a rank may hold: a number, or one a rank as 4,3,2,1.",
+)
+@click.option("--blocking-sends", is_flag=True, help="Fail if it needs sends that do not block.")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def check(
+    name: str,
+    pp: int | None,
+    vpp: int | None,
+    microbatches: int | None,
+    memory_limit: str | None,
+    blocking_sends: bool,
+    as_json: bool,
+) -> None:
+    """Check the schedule NAME (or FILE.csv): order, completeness, deadlock, memory.
+
+    Exits with 1 if it is broken; the message marks the failing step in the grid.
+    """
+    limit = _numbers("--memory-limit", memory_limit, int) if memory_limit is not None else None
+    checked = load_schedule(name, PlanSizes(pp, vpp, microbatches), check=False)
+    blocks = ""
+    try:
+        check_schedule(checked, (limit[0] if len(limit) == 1 else limit) if limit is not None else None)
+        transfers = checked if checked.has_communication else add_communication(checked)
+        try:
+            check_blocking_sends(transfers)
+        except ScheduleError as error:
+            blocks = str(error)
+            if blocking_sends:
+                raise
+    except ScheduleError as error:
+        if as_json:
+            print_json({"schedule": checked.name, "ok": False, "problem": str(error)})
+        else:
+            report_error(error)
+        raise click.exceptions.Exit(1) from None
+    if as_json:
+        print_json(
+            {"schedule": checked.name, "ok": True, "runs_with_blocking_sends": not blocks, "problem": None}
+        )
+        return
+    click.echo(
+        f"{checked.name}: ok; {checked.pp} ranks, {checked.model_stages} stages, {checked.microbatches} microbatches, "
+        f"{sum(map(len, checked.actions))} actions"
+    )
+    click.echo(f"with sends that do not block: runs\nwith sends that block: {blocks or 'runs'}")
+
+
+@schedule.command()
+@click.argument("schedules", nargs=-1, required=True, metavar="NAME...")
+@_size_options
+@_cost_options
+@click.option("--scenario", metavar="SCENARIO", help="Simulate them on a scenario instead of given costs.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a field of the scenario."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def compare(
+    schedules: tuple[str, ...],
+    pp: int | None,
+    vpp: int | None,
+    microbatches: int | None,
+    forward_cost: float,
+    backward_cost: float,
+    weight_cost: float | None,
+    overlapped_cost: float | None,
+    stage_factors: str | None,
+    scenario: str | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Compare schedules: time, bubble, memory of the first and last rank, and which wins.
+
+    On given costs, these are those of a rank's whole share of the model, so that schedules with different numbers of
+    chunks compare. With --scenario, each is simulated; --pp and --microbatches then override the scenario's.
+    """
+    if scenario is None:
+        costs = _costs(forward_cost, backward_cost, weight_cost, overlapped_cost, stage_factors)
+        comparison = compare_on_costs(schedules, PlanSizes(pp, vpp, microbatches), costs)
+    else:
+        changes = _with_sizes(overrides, pp, microbatches)
+        with progress("simulating"):
+            comparison = compare_on_scenario(schedules, scenario, changes, vpp)
+    if as_json:
+        print_json(comparison)
+    else:
+        _print_comparison(comparison, output_console())
+    if all("refused" in row for row in comparison["rows"]):
+        raise click.exceptions.Exit(1)
+
+
+@schedule.command()
+@click.argument("name")
+@_size_options
+@click.option("--with-communication", is_flag=True, help="Write sends and receives out.")
+@click.option("-o", "--output", required=True, metavar="FILE.csv", help="Where to; - is standard output.")
+def export(
+    name: str,
+    pp: int | None,
+    vpp: int | None,
+    microbatches: int | None,
+    with_communication: bool,
+    output: str,
+) -> None:
+    """Write the schedule NAME (or FILE.csv) as CSV, which torch.distributed.pipelining loads."""
+    exported = load_schedule(name, PlanSizes(pp, vpp, microbatches))
+    if with_communication and not exported.has_communication:
+        exported = add_communication(exported)
+    text = format_csv(exported)
+    if output == "-":
+        click.echo(text, nl=False)
+        return
+    with atomic_write(output) as stream:
+        stream.write(text.encode())
+    click.echo(f"wrote {output}: {sum(map(len, exported.actions))} actions of {exported.pp} ranks")
+
+
+# -- reading options -----------------------------------------------------------------------------------------
+
+
+def _named(name: str | None, sizes: PlanSizes) -> Schedule:
+    if name is None:
+        raise ScheduleError("give the NAME of a schedule or a FILE.csv, or a --scenario")
+    return load_schedule(name, sizes)
+
+
+def _with_sizes(overrides: tuple[str, ...], pp: int | None, microbatches: int | None) -> tuple[str, ...]:
+    """Overrides of a scenario, with what --pp and --microbatches say."""
+    return (
+        *overrides,
+        *((f"parallel.pp={pp}",) if pp is not None else ()),
+        *((f"training.num_microbatches={microbatches}",) if microbatches is not None else ()),
+    )
+
+
+def _costs(
+    forward: float, backward: float, weight: float | None, overlapped: float | None, factors: str | None
+) -> ActionCosts:
+    for_weight = backward / 2 if weight is None else weight
+    if for_weight > backward:
+        raise ScheduleError(
+            f"--weight-cost {for_weight} is more than the whole backward, --backward-cost {backward}, it is a part of"
+        )
+    stage_factors = tuple(_numbers("--stage-factors", factors, float)) if factors is not None else ()
+    return ActionCosts(forward, backward - for_weight, for_weight, overlapped, stage_factors)
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _numbers(option: str, text: str, kind: type[_Number]) -> list[_Number]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        wanted = "whole numbers" if kind is int else "numbers"
+        raise ScheduleError(f"{option} {text!r} must be {wanted} with commas between") from None
+
+
+def _width(given: int | None) -> int:
+    if given is not None and given < _LEAST_COLUMNS:
+        raise ScheduleError(f"--width {given} must be at least {_LEAST_COLUMNS}")
+    return given or max(_LEAST_COLUMNS, shutil.get_terminal_size().columns)
+
+
+# -- printing and writing ------------------------------------------------------------------------------------
+
+
+def _print_grid(times: UnitTimes, width: int, console: Console) -> None:
+    labels = rank_labels(times.schedule.pp)
+    colours = sys.stdout.isatty() and not console.no_color
+    for label, cells in zip(
+        labels, scaled_rows(times.schedule, times.starts, times.ends, width - len(labels[0]) - 2), strict=True
+    ):
+        line = Text(f"{label}  ", no_wrap=True, overflow="crop")
+        for cell in cells:
+            if cell.kind is None:
+                line.append(cell.text, "dim")
+            else:
+                text = cell.text.replace("-", " ") if colours else cell.text
+                line.append(text, f"{_STYLES[cell.kind]}{' dim' if cell.chunk % 2 else ''}")
+        console.print(line)
+
+
+def _print_figures(description: dict[str, Any], console: Console) -> None:
+    unit = " ms" if description["costs"] is None else ""
+    console.print(
+        f"{description['name']}: time {description['time']:.6g}{unit}, bubble {description['bubble_fraction']:.1%}, "
+        f"{description['microbatches']} microbatches"
+    )
+    table = Table("rank", "stages", "busy", "idle", "bubble", "peak activations", box=None, pad_edge=False)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in description["ranks"]:
+        table.add_row(
+            str(row["rank"]),
+            ", ".join(map(str, row["stages"])),
+            f"{row['busy']:.6g}",
+            f"{row['idle']:.6g}",
+            f"{row['bubble_fraction']:.1%}",
+            str(row["peak_activations"]),
+        )
+    console.print(table)
+
+
+def _print_comparison(comparison: dict[str, Any], console: Console) -> None:
+    rows = [row for row in comparison["rows"] if "refused" not in row]
+    on_scenario = "scenario" in comparison
+    headers = (
+        ("schedule", "vpp", "step ms", "bubble", "exposed comm.", "GiB first", "GiB last", "GiB peak", "fits")
+        if on_scenario
+        else ("schedule", "vpp", "time", "bubble", "act. first", "act. last", "act. peak")
+    )
+    table = Table(*headers, "", box=None, pad_edge=False)
+    for column in table.columns[1 : len(headers)]:
+        column.justify = "right"
+    for row in rows:
+        wins = [
+            word
+            for word, key in (("fastest", "fastest"), ("least memory", "least_memory"))
+            if row["schedule"] in comparison[key]
+        ]
+        figures = _scenario_figures(row) if on_scenario else _cost_figures(row)
+        table.add_row(row["schedule"], str(row["vpp"] or ""), *figures, ", ".join(wins))
+    if rows:
+        console.print(table)
+    for row in comparison["rows"]:
+        if "refused" in row:
+            console.print(f"{row['schedule']}: not compared: {row['refused']}", soft_wrap=True, markup=False)
+
+
+def _scenario_figures(row: dict[str, Any]) -> list[str]:
+    return [
+        f"{row['iteration_time_ms']:,.1f}",
+        f"{row['bubble_fraction']:.1%}",
+        f"{row['exposed_communication_fraction']:.1%}",
+        f"{row['peak_allocated_gib_first_rank']:.1f}",
+        f"{row['peak_allocated_gib_last_rank']:.1f}",
+        f"{row['peak_allocated_gib']:.1f}",
+        "yes" if row["fits_in_memory"] else "no",
+    ]
+
+
+def _cost_figures(row: dict[str, Any]) -> list[str]:
+    return [
+        f"{row['time']:g}",
+        f"{row['bubble_fraction']:.1%}",
+        *(f"{row[f'peak_activations{which}']:g}" for which in ("_first_rank", "_last_rank", "")),
+    ]
+
+
+def _write_svg(path: Path, times: UnitTimes) -> None:
+    with atomic_write(path) as stream:
+        stream.write(pipeline_svg(schedule_timeline(times)).encode())
+
+
+def _write_trace(path: Path, times: UnitTimes) -> None:
+    with atomic_write(path) as stream:
+        write_perfetto(schedule_timeline(times), stream)
