@@ -1,23 +1,25 @@
 """Timeline -> Chrome JSON in the shape of a ``torch.profiler`` (Kineto) file, one file a rank.
 
-Tools that read real PyTorch traces read these. What the format cannot draw (flows between ranks, arrows that point
-back in time, samples that are not finite) is left out and counted. See ``docs/trace_layout.md``.
+Tools that read real PyTorch traces read these. A rank that came from such a file is written as it was
+(:mod:`.chrome_origins`), any other with what the timeline knows. What the format cannot draw (flows between ranks,
+arrows that point back in time, samples that are not finite) is left out and counted. See ``docs/trace_layout.md``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from op_graphs.columns import Int32, Int64
-from op_graphs.timeline import Timeline
+from op_graphs.timeline import Origins, Timeline
 from op_graphs.vocabulary import FlowKind
 
 from .byte_rows import Bytes, Column, Template
 from .chrome_arguments import distributed_info
+from .chrome_origins import EventList, OriginEvents
 from .chrome_slices import ChromeSlices
 from .chrome_tracks import STEPS_TID, ChromeTracks, sides
 from .files import ByteSink, ExportError, Output, opened
@@ -48,21 +50,21 @@ def write_chrome(
             written.
     """
     target = Path(path)
-    writer = ChromeWriter(timeline)
+    writer = _writer(timeline)
     if target.name.endswith((".json", ".json.gz")):
         if len(timeline.ranks) != 1:
             raise ExportError(
                 f"cannot write {len(timeline.ranks)} ranks into {target}: a profiler file holds one rank; "
                 f"give a folder, or choose one rank"
             )
-        return writer.write(0, target)
+        return writer(0, target)
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ExportError(f"cannot make folder {target}: {error.strerror}; choose another place") from error
     counts = WrittenCounts()
     for row, name in enumerate(file_names(timeline)):
-        counts += writer.write(row, target / (f"{name}.json.gz" if compressed else f"{name}.json"))
+        counts += writer(row, target / (f"{name}.json.gz" if compressed else f"{name}.json"))
     return counts
 
 
@@ -76,6 +78,54 @@ def file_names(timeline: Timeline) -> list[str]:
     )
     digits = max(3, len(str(max([timeline.world_size - 1, *numbers.tolist()]))))
     return [f"rank_{number:0{digits}d}" for number in numbers.tolist()]
+
+
+def _writer(timeline: Timeline) -> Callable[[int, Output], WrittenCounts]:
+    """What writes the file of one row of the ranks."""
+    origins = timeline.origins
+    if origins is None:
+        return ChromeWriter(timeline).write
+    ours = None if all(origins.headers) else ChromeWriter(timeline)
+
+    def write(row: int, out: Output) -> WrittenCounts:
+        if ours is not None and not origins.headers[row]:
+            return ours.write(row, out)
+        return _write_origin(timeline, origins, row, out)
+
+    return write
+
+
+def _write_origin(timeline: Timeline, origins: Origins, row: int, out: Output) -> WrittenCounts:
+    """Write one rank as the profiler file that it came from."""
+    check_slices(timeline)
+    events = OriginEvents(timeline, origins, row, time_shift(timeline))
+    on_rank = np.flatnonzero(timeline.slice_ranks()[timeline.flows.source] == row)
+    flows = drawn_flows(timeline, on_rank)
+    counters, samples = timeline.counter_tracks, timeline.counter_samples
+    written = dropped = 0
+    with opened(out) as sink:
+        sink.write(events.head())
+        listed = EventList(sink)
+        for chunk in events.slice_events():
+            listed.write(chunk.data)
+        for chunk in events.flow_events(flows):
+            listed.write(chunk.data)
+        for counter in np.flatnonzero(counters.rank == row).tolist():
+            every = np.flatnonzero(samples.track == counter)
+            kept = every[np.isfinite(samples.value[every])]
+            written, dropped = written + len(kept), dropped + len(every) - len(kept)
+            if len(kept):
+                listed.write(events.counter_events(counter, kept).data)
+        listed.write(events.metadata_events())
+        sink.write(b"\n]}\n")
+    return WrittenCounts(
+        slices=len(events.rows),
+        counter_samples=written,
+        flows=len(flows),
+        extra_lanes=events.placement.extra_lanes,
+        dropped_samples=dropped,
+        dropped_flows=len(on_rank) - len(flows),
+    )
 
 
 class ChromeWriter:
@@ -102,7 +152,7 @@ class ChromeWriter:
         """Write the file of one row of the ranks to a stream or path."""
         timeline, rows = self.timeline, self.rows[row]
         track = timeline.slices.track[rows]
-        flows = self._drawn_flows(self.flows[row])
+        flows = drawn_flows(timeline, self.flows[row])
         with opened(out) as sink:
             sink.write(self._head(row))
             for chunk in self.slices.events(rows[self.on_host[track]], on_device=False):
@@ -148,15 +198,6 @@ class ChromeWriter:
         }
         return json_text(facts)[:-1] + b',\n"traceEvents":[\n'
 
-    def _drawn_flows(self, rows: Int64) -> Int64:
-        """Flows whose ends are on this rank, differ, and come one after the other."""
-        flows, start = self.timeline.flows, self.timeline.slices.start
-        source, target = flows.source[rows], flows.target[rows]
-        ranks = self.timeline.slice_ranks()
-        drawn = np.isin(flows.kind[rows], _DRAWN_FLOWS) & (ranks[source] == ranks[target])
-        drawn &= (source != target) & (start[source] <= start[target])
-        return rows.compress(drawn)
-
     def _steps(self, row: int) -> Iterator[dict[str, object]]:
         steps = self.timeline.steps
         for step in np.flatnonzero(steps.rank == row).tolist():
@@ -198,6 +239,16 @@ class ChromeWriter:
         columns: dict[str, Column] = {"ts": MicrosecondColumn(time), "value": values.at(every)}
         filled: Bytes = template.fill(columns, slice(0, len(rows))).reshape(-1)
         return filled
+
+
+def drawn_flows(timeline: Timeline, rows: Int64) -> Int64:
+    """Those of some flows whose ends are on one rank, differ, and come one after the other."""
+    flows, start = timeline.flows, timeline.slices.start
+    source, target = flows.source[rows], flows.target[rows]
+    ranks = timeline.slice_ranks()
+    drawn = np.isin(flows.kind[rows], _DRAWN_FLOWS) & (ranks[source] == ranks[target])
+    drawn &= (source != target) & (start[source] <= start[target])
+    return rows.compress(drawn)
 
 
 def _by_group(group: Int32, groups: int, rows: Int64) -> list[Int64]:

@@ -86,7 +86,7 @@ def write_perfetto(timeline: Timeline, out: Output) -> WrittenCounts:
     with opened(out) as sink:
         _write_head(sink, descriptors(timeline, placement, plan), encoder)
         event = varint_field(9, _INSTANT) + varint_field(11, plan.facts) + string_field(23, FACTS_EVENT)
-        for annotation in facts(timeline, placement, plan, shift):
+        for annotation in facts(timeline, placement, plan, shift, encoder.origin_facts):
             event += bytes_field(4, annotation)
         sink.write(_packet(varint_field(8, 0) + NEEDS_STATE + bytes_field(11, event)))
         for chunk in encoder.chunks():

@@ -5,6 +5,7 @@ What is not known is left out. The meaning of each annotation is in ``docs/trace
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from op_graphs.columns import Bool, Int32, Int64
-from op_graphs.timeline import SLICE_DEFAULTS, Timeline
+from op_graphs.timeline import SLICE_DEFAULTS, Origins, Timeline
 from op_graphs.vocabulary import Communication, OpKind, Phase
 
 from .byte_rows import Template
+from .json_rows import json_text
 from .lanes import Placement
 from .perfetto_tracks import group_labels, rank_names
 from .protobuf_rows import (
@@ -39,11 +41,11 @@ class Interned:
     """Strings of one interning table, numbered from 1."""
 
     def __init__(self) -> None:
-        self._ids: dict[str, int] = {}
+        self._ids: dict[tuple[str, object], int] = {}
 
-    def add(self, string: str) -> int:
-        """The iid of a string."""
-        return self._ids.setdefault(string, len(self._ids) + 1)
+    def add(self, string: str, meaning: object = None) -> int:
+        """The iid of a string; one string has as many as there are meanings."""
+        return self._ids.setdefault((string, meaning), len(self._ids) + 1)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -54,7 +56,7 @@ class Interned:
         for first in range(0, len(strings), _STRINGS_IN_PACKET):
             entries = (
                 bytes_field(field, varint_field(1, iid) + string_field(2, string))
-                for string, iid in strings[first : first + _STRINGS_IN_PACKET]
+                for (string, _), iid in strings[first : first + _STRINGS_IN_PACKET]
             )
             yield bytes_field(12, b"".join(entries))
 
@@ -136,6 +138,65 @@ def annotations_of(timeline: Timeline, placement: Placement, strings: Interned) 
         found += _waits(timeline, placement, rows, strings)
     add_number("correlation")
     return found
+
+
+@dataclass(frozen=True)
+class CategoryAnnotation(Annotation):
+    """The category of a slice, which has a field of its own beside the debug annotations."""
+
+    def template(self, name_iid: int, width: int) -> Template:
+        """The field ``category_iids`` with a slot for the value."""
+        return varint_slot(3, self.name, width)
+
+
+def origin_annotations(
+    timeline: Timeline, origins: Origins, categories: Interned, strings: Interned
+) -> list[Annotation]:
+    """Category of each slice, and its process and thread where they are not those of its track."""
+    found: list[Annotation] = []
+    if (known := origins.category >= 0).any():
+        iids = string_iids(timeline, origins.category, categories)
+        found.append(CategoryAnnotation("category", origins.category, known, iids))
+    code = origins.process.astype(np.int64) * (len(timeline.strings) + 1) + origins.thread
+    differs = (origins.process >= 0) & (code != _common_places(timeline, code)[timeline.slices.track])
+    if differs.any():
+        rows = np.flatnonzero(differs)
+        _, first, number = np.unique(code[rows], return_index=True, return_inverse=True)
+        texts = [place_text(timeline, origins, row) for row in rows[first].tolist()]
+        # Numbered by text, so that string ids, which differ from reader to reader, do not show.
+        iid_of = {text: strings.add(text) for text in sorted(texts)}
+        places = np.zeros(len(code), dtype=np.int64)
+        places[rows] = number
+        iids = np.array([iid_of[text] for text in texts], dtype=np.int64)
+        found.append(Annotation("place", places, differs, iids))
+    return found
+
+
+def place_text(timeline: Timeline, origins: Origins, row: int) -> str:
+    """Process and thread of a slice as a JSON list."""
+    return json_text(
+        [timeline.string(int(origins.process[row])), timeline.string(int(origins.thread[row]))]
+    ).decode()
+
+
+def _common_places(timeline: Timeline, code: Int64) -> Int64:
+    """The place of the first slice of each track, -1 where it has none."""
+    tracks, first = np.unique(timeline.slices.track, return_index=True)
+    common = np.full(len(timeline.tracks), -1, dtype=np.int64)
+    common[tracks] = code[first]
+    return common
+
+
+def origin_facts(timeline: Timeline, origins: Origins, names: dict[int, tuple[tuple[str, ...], bool]]) -> str:
+    """What is needed to read origins back, as JSON: headers, the place of each track, and the argument names."""
+    places: list[Any] = [None] * len(timeline.tracks)
+    tracks, first = np.unique(timeline.slices.track, return_index=True)
+    for track, row in zip(tracks.tolist(), first.tolist(), strict=True):
+        if origins.process[row] >= 0:
+            places[track] = json.loads(place_text(timeline, origins, row))
+    arguments = [{"iid": iid, "path": list(path), "json": is_json} for iid, (path, is_json) in names.items()]
+    facts = {"headers": list(origins.headers), "places": places, "arguments": arguments}
+    return json_text(facts).decode()
 
 
 def _whole(column: npt.NDArray[Any]) -> npt.NDArray[Any]:

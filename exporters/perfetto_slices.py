@@ -17,7 +17,16 @@ from op_graphs.timeline import Timeline
 
 from .byte_rows import Bytes, Column, Slot, Template, put_words, scatter_rows
 from .lanes import Placement
-from .perfetto_annotations import Annotation, Interned, annotations_of, file_positions, string_iids
+from .perfetto_annotations import (
+    Annotation,
+    Interned,
+    annotations_of,
+    file_positions,
+    origin_annotations,
+    origin_facts,
+    string_iids,
+)
+from .perfetto_arguments import ArgumentValues, SliceArguments
 from .perfetto_tracks import TrackPlan
 from .protobuf_rows import (
     embedded,
@@ -69,11 +78,20 @@ class SliceEncoder:
         self.name_width = varint_width(0, len(self.names))
         self.packed_names = pack_varints(name_iids, self.name_width)
         self.packed_tracks = pack_varints(plan.lane, self.track_width)
-        self._make_templates(annotations_of(timeline, placement, self.strings))
+        self.categories = Interned()
+        found = annotations_of(timeline, placement, self.strings)
+        self.arguments: SliceArguments | None = None
+        self.origin_facts = ""
+        if (origins := timeline.origins) is not None:
+            found += origin_annotations(timeline, origins, self.categories, self.strings)
+            self.arguments = SliceArguments(origins, placement.order, self.annotation_names, self.strings)
+            self.origin_facts = origin_facts(timeline, origins, self.arguments.names)
+        self._make_templates(found)
 
     @property
     def interned(self) -> Iterator[bytes]:
         """InternedData fields that must come before the first slice."""
+        yield from self.categories.packets(1)
         yield from self.names.packets(2)
         yield from self.annotation_names.packets(3)
         yield from self.strings.packets(29)
@@ -101,12 +119,21 @@ class SliceEncoder:
             dense, shapes = _dense(dense * (most_flows + 1) + flows, len(codes) * (most_flows + 1))
         else:
             shapes = np.arange(len(codes))
+        structures = self.arguments.structures if self.arguments is not None else [[]]
+        combined = np.arange(len(shapes)) * len(structures)
+        if self.arguments is not None:
+            dense, combined = _dense(
+                dense * len(structures) + self.arguments.structure, len(shapes) * len(structures)
+            )
         self.templates: list[Template] = []
         end = self._end()
-        for shape in shapes.tolist():
-            code, count = divmod(shape, most_flows + 1)
+        for combination in combined.tolist():
+            shape, structure = divmod(combination, len(structures))
+            code, count = divmod(int(shapes[shape]), most_flows + 1)
             bits = int(codes[code]) | always
-            begin = self._begin([part for bit, part in enumerate(parts) if bits >> bit & 1], count)
+            chosen = [part for bit, part in enumerate(parts) if bits >> bit & 1]
+            chosen += [column.template() for column in structures[structure]]
+            begin = self._begin(chosen, count)
             self.templates += [begin + end, begin, end]
         self.lengths = np.array([len(template) for template in self.templates], dtype=np.int64)
         template = dense * 3
@@ -162,6 +189,8 @@ class SliceEncoder:
         for name in {slot.column for index in templates for slot in self.templates[index].slots}:
             if name in self.packers:
                 columns[name] = self.packers[name](rows)
+            elif self.arguments is not None and name in self.arguments.by_slot:
+                columns[name] = ArgumentValues(self.arguments.by_slot[name], rows)
             elif name == "start":
                 columns[name] = pack_varints(self.start.take(rows), self.time_width)
             elif name == "end":

@@ -153,7 +153,9 @@ def _counters(timeline: Timeline, plan: TrackPlan) -> list[bytes]:
     return groups + found
 
 
-def facts(timeline: Timeline, placement: Placement, plan: TrackPlan, time_shift: int) -> list[bytes]:
+def facts(
+    timeline: Timeline, placement: Placement, plan: TrackPlan, time_shift: int, origins: str = ""
+) -> list[bytes]:
     """Debug annotations that hold all of a timeline that is no slice, sample or flow."""
     lanes: list[list[int]] = [[] for _ in range(len(timeline.tracks))]
     for lane, track in enumerate(placement.lane_track):
@@ -182,6 +184,9 @@ def facts(timeline: Timeline, placement: Placement, plan: TrackPlan, time_shift:
         _annotation("world_size", timeline.world_size),
         _annotation("time_base_ns", timeline.time_base_ns),
         _annotation("time_shift_ns", time_shift),
+        # So that a reader notices a file that was cut between two packets.
+        _annotation("slices", len(timeline.slices)),
+        _annotation("counter_samples", len(timeline.counter_samples)),
         _annotation("ranks", _json(_columns(timeline.ranks, ("rank", "tp", "cp", "ep", "pp", "dp")))),
         _annotation("tracks", _json(tracks)),
         _annotation("counters", _json(counters)),
@@ -189,6 +194,7 @@ def facts(timeline: Timeline, placement: Placement, plan: TrackPlan, time_shift:
         _annotation("groups", _json(groups)),
         _annotation("quirks", _json(quirks)),
         _annotation("properties", _json(dict(timeline.properties))),
+        *([_annotation("origins", origins)] if origins else []),
     ]
 
 

@@ -146,6 +146,53 @@ class Steps(Table):
 
 
 @dataclass(frozen=True)
+class Origins:
+    """What the file of a measured trace says of each slice beyond :class:`Slices`, row for row with them.
+
+    Kept only where asked for (``Source.keep_origins`` of the readers), so that a conversion loses nothing.
+    """
+
+    category: Int32
+    """String id of the event category (``cat``); -1 where the file gives none."""
+    process: Int32
+    """String id of the ``pid`` as written: a number or a text."""
+    thread: Int32
+    """String id of the ``tid`` as written."""
+    offsets: Int64
+    """Shape [slices + 1]: the arguments of slice ``i`` are ``text[offsets[i]:offsets[i + 1]]``."""
+    text: bytes
+    """Arguments as compact JSON objects after one another; an empty one where a slice has none."""
+    headers: tuple[str, ...]
+    """For each row of :class:`Ranks` the JSON object of what its file holds beside slices (top-level facts, and
+    metadata events under ``metadata``); empty for a rank that did not come from such a file."""
+
+    def __len__(self) -> int:
+        return len(self.category)
+
+    def arguments(self, row: int) -> bytes:
+        """The arguments of a slice as a JSON object; empty where it has none."""
+        return self.text[self.offsets[row] : self.offsets[row + 1]]
+
+    def take(self, rows: Int64, headers: tuple[str, ...] | None = None) -> Origins:
+        """The rows of an index array, in that order; with other headers where given."""
+        begins, lengths = self.offsets[:-1][rows], np.diff(self.offsets)[rows]
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        view = memoryview(self.text)
+        text = b"".join(
+            view[begin : begin + length]
+            for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True)
+        )
+        return Origins(
+            self.category[rows],
+            self.process[rows],
+            self.thread[rows],
+            offsets,
+            text,
+            self.headers if headers is None else headers,
+        )
+
+
+@dataclass(frozen=True)
 class CommunicationGroup:
     """A process group: a short name such as ``tp`` and its global ranks (empty if the trace does not say)."""
 
@@ -185,6 +232,8 @@ class Timeline:
     quirks: tuple[Quirk, ...] = ()
     properties: Mapping[str, str] = field(default_factory=dict)
     """Free facts worth keeping with the trace (framework, profile version, scenario text)."""
+    origins: Origins | None = None
+    """What the file says of each slice beyond the columns; None where it was not asked for, or simulated."""
 
     @property
     def span_ns(self) -> tuple[int, int]:
@@ -215,7 +264,8 @@ class Timeline:
         rank_map = np.full(len(self.ranks), -1, dtype=np.int32)
         rank_map[rows] = np.arange(len(rows), dtype=np.int32)
         track_map, tracks = _keep(self.tracks, rank_map[self.tracks.rank] >= 0)
-        slice_map, slices = _keep(self.slices, track_map[self.slices.track] >= 0)
+        kept = track_map[self.slices.track] >= 0
+        slice_map, slices = _keep(self.slices, kept)
         _, flows = _keep(
             self.flows, (slice_map[self.flows.source] >= 0) & (slice_map[self.flows.target] >= 0)
         )
@@ -223,8 +273,12 @@ class Timeline:
         _, samples = _keep(self.counter_samples, counter_map[self.counter_samples.track] >= 0)
         _, steps = _keep(self.steps, rank_map[self.steps.rank] >= 0)
         waited_for = np.where(slices.waited_for >= 0, slice_map[slices.waited_for], -1)
+        origins = self.origins
+        if origins is not None:
+            origins = origins.take(np.flatnonzero(kept), tuple(origins.headers[row] for row in rows.tolist()))
         return replace(
             self,
+            origins=origins,
             ranks=self.ranks.take(rows),
             tracks=tracks.with_columns(rank=rank_map[tracks.rank]),
             slices=slices.with_columns(track=track_map[slices.track], waited_for=waited_for),

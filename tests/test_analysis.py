@@ -117,7 +117,7 @@ def timeline_of(rows, *, tracks, steps=(), flows=(), groups=()) -> Timeline:
     )
 
 
-SIMULATED = (TrackRole.COMPUTE, TrackRole.COMMUNICATION_TP, TrackRole.COMMUNICATION_DP)
+TRACKS = (TrackRole.COMPUTE, TrackRole.COMMUNICATION_TP, TrackRole.COMMUNICATION_DP, TrackRole.DEVICE)
 G, C, M = OpKind.GEMM, OpKind.COLLECTIVE, OpKind.MEMCPY
 
 
@@ -128,8 +128,10 @@ G, C, M = OpKind.GEMM, OpKind.COLLECTIVE, OpKind.MEMCPY
         ([(0, 0, 60, G), (1, 50, 90, C)], {"compute": 60, "tp": 30, "idle": 10}),
         # what two dimensions do at once is counted for tp
         ([(1, 0, 50, C), (2, 30, 80, C)], {"tp": 50, "dp": 30, "idle": 20}),
-        ([(0, 0, 40, G), (0, 20, 60, M)], {"compute": 40, "memory": 20, "idle": 40}),
-        ([(1, 0, 50, C), (0, 20, 60, M)], {"tp": 50, "memory": 10, "idle": 40}),
+        ([(0, 0, 40, G), (3, 20, 60, M)], {"compute": 40, "memory": 20, "idle": 40}),
+        ([(1, 0, 50, C), (3, 20, 60, M)], {"tp": 50, "memory": 10, "idle": 40}),
+        # a simulated compute stream does its copies itself
+        ([(1, 0, 50, C), (0, 20, 60, M)], {"compute": 40, "tp": 20, "idle": 40}),
         ([(0, 0, 40, OpKind.OPTIMIZER)], {"optimizer": 40, "idle": 60}),
         ([{"track": 0, "start": 0, "duration": 40, "kind": G, "phase": Phase.OPTIMIZER}],
          {"optimizer": 40, "idle": 60}),
@@ -139,7 +141,7 @@ G, C, M = OpKind.GEMM, OpKind.COLLECTIVE, OpKind.MEMCPY
     ],
 )  # fmt: skip
 def test_each_instant_of_a_step_counts_once(rows, expected):
-    timeline = timeline_of(rows, tracks=SIMULATED, steps=[(1, 0, 100)])
+    timeline = timeline_of(rows, tracks=TRACKS, steps=[(1, 0, 100)])
     (step,) = breakdowns(timeline)
     found = {"compute": step.compute, "optimizer": step.optimizer, "memory": step.memory, "idle": step.idle}
     found |= dict(step.exposed_communication)
@@ -147,7 +149,7 @@ def test_each_instant_of_a_step_counts_once(rows, expected):
 
 
 KINDS = st.sampled_from([G, C, M, OpKind.OPTIMIZER, OpKind.P2P, OpKind.OTHER])
-ROW = st.tuples(st.integers(0, 2), st.integers(0, 50), st.integers(0, 60), KINDS).map(
+ROW = st.tuples(st.integers(0, 3), st.integers(0, 50), st.integers(0, 60), KINDS).map(
     lambda r: (r[0], r[1], r[1] + r[2], r[3])
 )
 
@@ -155,13 +157,17 @@ ROW = st.tuples(st.integers(0, 2), st.integers(0, 50), st.integers(0, 60), KINDS
 @settings(max_examples=100, deadline=None)
 @given(st.lists(ROW, max_size=15), st.integers(1, 120))
 def test_the_parts_add_up_to_the_step_exactly(rows, length):
-    timeline = timeline_of(rows, tracks=SIMULATED, steps=[(1, 0, length)])
+    timeline = timeline_of(rows, tracks=TRACKS, steps=[(1, 0, length)])
     (step,) = breakdowns(timeline)
     assert step.compute + step.optimizer + step.exposed + step.memory + step.idle == length
     device = [(max(s, 0), min(e, length)) for _, s, e, _ in rows]
     assert step.busy == len(instants(device))
     communication = [(s, min(e, length)) for _, s, e, k in rows if k.is_communication]
-    computing = [(s, min(e, length)) for _, s, e, k in rows if not k.is_communication and k is not M]
+    computing = [
+        (s, min(e, length))
+        for track, s, e, k in rows
+        if not k.is_communication and (k is not M or track == 0)
+    ]
     assert step.communication == len(instants(communication))
     assert step.exposed == len(instants(communication) - instants(computing))
     assert 0 <= step.overlap_fraction <= 1

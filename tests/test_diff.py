@@ -153,7 +153,9 @@ def test_the_description_of_a_trace():
         "rank": 0, "name": "compute", "role": "communication_tp", "slices": 1, "busy_ms": 2.0
     }  # fmt: skip
     assert result["communication"] == [{"operation": "all_reduce", "count": 2, "gib": 2.0, "total_ms": 4.0}]
-    assert result["counters"] == [{"rank": 0, "name": "allocated", "samples": 2, "maximum": 9.0}]
+    assert result["counters"] == [
+        {"rank": 0, "name": "allocated", "is_bytes": True, "samples": 2, "maximum": 9.0}
+    ]
     assert result["coverage"]["classified_fraction"] == 1.0
     text = printed(render_description, result)
     assert "simulated on h100-sxm, 2 of 8 rank(s)" in text

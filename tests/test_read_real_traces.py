@@ -70,19 +70,34 @@ def test_nearly_all_device_time_has_a_kind(shared_data, name):
     assert coverage(read_trace(shared_data / "traces" / name))["classified_fraction"] > 0.99
 
 
+NO_TRACES = {
+    "STRUCTURE.md", "catalog.json", "comm.json", "meta-ST.yaml", "ms-ST.json", "mw-ST.json", "result-ST.json.gz",
+    "pytorch_profiler_utils_mock_events.json.gz", "git-lfs-pointer_kineto_trace.json",
+}  # fmt: skip
+
+
 def test_every_file_reads_or_is_refused_with_one_message(shared_data):
-    read, refused = 0, []
+    """What is no trace is refused, and nothing else is; a parquet table where pyarrow is missing asks for it."""
+    refused: dict[str, str] = {}
+    formats: dict[str, int] = {}
     for path in sorted((shared_data / "traces").rglob("*")):
-        if not path.is_file() or "df_index" in path.name:
+        if not path.is_file():
             continue
         try:
-            assert len(read_trace(path).slices) > 0
-            read += 1
+            timeline = read_trace(path)
         except TraceError as error:
-            refused.append(str(error))
-    assert read >= 45
-    assert len(refused) >= 20
-    assert not [message for message in refused if "\n" in message]
+            refused[path.name] = str(error)
+            continue
+        assert len(timeline.slices) or len(timeline.counter_samples), path
+        form = timeline.properties["format"]
+        formats[form] = formats.get(form, 0) + 1
+    without_pyarrow = {n for n, message in refused.items() if "tracesim[parquet]" in message}
+    assert set(refused) - without_pyarrow == NO_TRACES
+    assert not [message for message in refused.values() if "\n" in message]
+    assert formats == {
+        "kineto": 47, "Chakra execution trace": 17, "PyTorch execution trace": 11, "memory snapshot": 4,
+        "memory timeline": 2, "micro-operations": 3 - len(without_pyarrow), "nsys": 1,
+    }  # fmt: skip
 
 
 def test_megatron_tp2_step(shared_data):
@@ -126,3 +141,64 @@ def test_deepseek_overlap(shared_data):
     weight = timeline.slices.phase == Phase.BACKWARD_WEIGHT
     assert int((weight & (timeline.tracks.stream[timeline.slices.track] == 23)).sum()) == 16
     assert set(timeline.slice_roles()[weight].tolist()) == {TrackRole.DEVICE}
+
+
+def test_a_pipeline_job_shows_its_bubble_and_its_long_last_stage(shared_data):
+    """4 stages of 2 data-parallel ranks; the last one takes about twice as long, and the others wait for it."""
+    timeline = read_trace(shared_data / "traces" / "straggler" / "timeline-ST.json.gz")
+    slices, ranks = timeline.slices, timeline.slice_ranks()
+    assert (len(timeline.ranks), timeline.world_size, len(timeline.steps)) == (8, 8, 8 * 32)
+    compute = timeline.slice_roles() == TrackRole.COMPUTE
+    stage = timeline.ranks.pp[ranks]
+
+    def median_ms(chosen, phase: Phase) -> float:
+        return float(np.median(slices.duration[compute & chosen & (slices.phase == phase)])) / 1e6
+
+    last, before = median_ms(stage == 3, Phase.FORWARD), median_ms(stage < 3, Phase.FORWARD)
+    assert last > 1.8 * before
+    assert median_ms(stage == 3, Phase.BACKWARD_INPUT) > 1.3 * median_ms(stage < 3, Phase.BACKWARD_INPUT)
+    steps = breakdowns(timeline)
+    idle = {
+        s: np.mean([b.idle / b.window.length for b in steps if timeline.ranks.pp[b.window.rank] == s])
+        for s in range(4)
+    }
+    assert min(idle[s] for s in range(3)) > 0.5 > 0.4 > idle[3]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cs336_bcrafton", "cs336_wl_medium_128_training", "torchtitan_llama3_8b_fsdp16/rank0_memory_snapshot"],
+)
+def test_memory_snapshots_end_at_what_their_segments_hold(shared_data, name):
+    """The curves span what the catalog says, never fall below 0, and reserved memory never below allocated."""
+    import gzip
+    import pickle
+
+    path = shared_data / "traces" / "memsnap" / f"{name}.pickle.gz"
+    timeline = read_trace(path)
+    samples = timeline.counter_samples
+    figures = catalog(shared_data / "traces")[f"memsnap/{name}.pickle.gz"]
+    # The catalog counts all events, the curves those that move them (a request that fails moves nothing).
+    assert np.ptp(samples.time) / 1e6 == pytest.approx(figures["span_ms"], rel=0.06)
+    with gzip.open(path) as file:
+        segments = pickle.load(file)["segments"]
+    last = {
+        timeline.strings[timeline.counter_tracks.name[track]]: samples.value[samples.track == track]
+        for track in range(len(timeline.counter_tracks))
+    }
+    assert last["allocated"][-1] == sum(s["allocated_size"] for s in segments)
+    assert last["reserved"][-1] == sum(s["total_size"] for s in segments)
+    assert last["allocated"].min() >= 0
+    assert last["allocated"].max() <= last["reserved"].max()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_chakra_forms_of_one_trace_agree(shared_data, rank):
+    folder = shared_data / "traces" / "megatron-lm" / "tp2_v100"
+    protobuf, documents = (
+        read_trace(folder / f"final.{rank}.et.gz"),
+        read_trace(folder / f"final.{rank}.json.gz"),
+    )
+    for column in ("start", "duration", "kind", "communication", "communication_bytes"):
+        assert getattr(protobuf.slices, column).tolist() == getattr(documents.slices, column).tolist(), column
+    assert int((protobuf.slices.communication == Communication.ALL_REDUCE).sum()) == 13

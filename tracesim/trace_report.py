@@ -24,11 +24,12 @@ def describe_trace(timeline: Timeline) -> dict[str, Any]:
     """What a timeline holds, ready for JSON.
 
     Returns:
-        ``schema``, ``name``, ``format``, ``simulated``, ``device``, ``world_size``, ``span_ms``, ``slices`` (count by
-        track role), ``ranks`` (rank, steps, figures a step in ms as in :func:`tracesim.diff.step_figures`), ``tracks``
-        (device tracks: rank, name, role, slices, busy_ms), ``kinds`` (mean total_ms and count a step over all ranks),
-        ``communication`` (operations, count, gib, total_ms), ``groups``, ``counters``, ``coverage``, ``top_kernels``
-        and ``quirks``.
+        ``schema``, ``name``, ``format``, ``properties`` (free facts of the file), ``simulated``, ``device``,
+        ``world_size``, ``span_ms``, ``slices`` (count by track role), ``ranks`` (rank, steps, figures a step
+        in ms as in :func:`tracesim.diff.step_figures`), ``tracks`` (device tracks: rank, name, role, slices,
+        busy_ms), ``kinds`` (mean total_ms and count a step over all ranks), ``communication`` (operations,
+        count, gib, total_ms), ``groups``, ``counters`` (rank, name, is_bytes, samples, maximum),
+        ``coverage``, ``top_kernels`` and ``quirks``.
     """
     start, end = timeline.span_ns
     found = breakdowns(timeline)
@@ -37,6 +38,7 @@ def describe_trace(timeline: Timeline) -> dict[str, Any]:
         "schema": SCHEMA,
         "name": timeline.name,
         "format": timeline.properties.get("format", "tracesim" if timeline.simulated else "unknown"),
+        "properties": dict(timeline.properties),
         "simulated": timeline.simulated,
         "device": timeline.device,
         "world_size": timeline.world_size,
@@ -116,6 +118,7 @@ def _counters(timeline: Timeline) -> list[dict[str, Any]]:
                 {
                     "rank": int(timeline.ranks.rank[timeline.counter_tracks.rank[row]]),
                     "name": timeline.string(int(timeline.counter_tracks.name[row])),
+                    "is_bytes": bool(timeline.counter_tracks.is_bytes[row]),
                     "samples": len(values),
                     "maximum": float(values.max()),
                 }
@@ -141,6 +144,7 @@ def render_description(result: Mapping[str, Any], console: Console) -> None:
         for c in result["communication"]:
             table.add_row(c["operation"], str(c["count"]), f"{c['gib']:.3f}", f"{c['total_ms']:.3f}")
         console.print(table)
+    _print_counters(result["counters"], console)
     if result["quirks"]:
         table = _table("what was odd", "", "count", "example", numbers=(1,))
         for quirk in result["quirks"]:
@@ -195,6 +199,16 @@ def _print_tracks(tracks: list[dict[str, Any]], console: Console) -> None:
         console.print(table)
     if len(tracks) > _MOST_TRACKS:
         console.print(f"... and {len(tracks) - _MOST_TRACKS} more tracks; --json lists all")
+
+
+def _print_counters(counters: list[dict[str, Any]], console: Console) -> None:
+    table = _table("counters", "rank", "name", "samples", "maximum", numbers=(0, 2, 3))
+    for counter in counters[:_MOST_TRACKS]:
+        highest = counter["maximum"]
+        shown = f"{highest / 2**20:,.1f} MiB" if counter["is_bytes"] else f"{highest:g}"
+        table.add_row(str(counter["rank"]), escape(counter["name"]), str(counter["samples"]), shown)
+    if counters:
+        console.print(table)
 
 
 def _print_kinds(result: Mapping[str, Any], console: Console) -> None:

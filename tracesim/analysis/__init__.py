@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tracesim.analysis.analysis import Analysis, StepAnalysis, analyze
+from tracesim.analysis.annotate import annotate
 from tracesim.analysis.breakdown import (
     DIMENSIONS,
     Breakdown,
@@ -11,14 +13,20 @@ from tracesim.analysis.breakdown import (
     slice_dimensions,
     top_kernels,
 )
+from tracesim.analysis.describe import describe
 from tracesim.analysis.windows import Window, step_windows
 
 __all__ = [
     "DIMENSIONS",
+    "Analysis",
     "Breakdown",
     "KindTotal",
+    "StepAnalysis",
     "Window",
+    "analyze",
+    "annotate",
     "breakdowns",
+    "describe",
     "group_dimension",
     "slice_dimensions",
     "step_windows",

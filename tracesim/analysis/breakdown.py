@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from op_graphs.columns import Bool, Int8, Int64
 from op_graphs.timeline import Timeline
-from op_graphs.vocabulary import ROLE_DIMENSIONS, Dimension, OpKind, Phase
+from op_graphs.vocabulary import ROLE_DIMENSIONS, Dimension, OpKind, Phase, TrackRole
 from tracesim.analysis.intervals import Intervals, clip, join, subtract, union
 from tracesim.analysis.windows import Window, step_windows
 
@@ -56,7 +56,7 @@ class Breakdown:
     exposed_communication: Mapping[str, int]
     """By key of :data:`DIMENSIONS`."""
     memory: int
-    """Copies and fills beside nothing else."""
+    """Copies and fills of a measured device beside nothing else; on a simulated compute stream they are compute."""
     idle: int
     communication: int
     """Union of all communication, overlapped or not."""
@@ -76,6 +76,21 @@ class Breakdown:
     def overlap_fraction(self) -> float:
         """Share of communication that runs beside compute; 0 without communication."""
         return 1 - self.exposed / self.communication if self.communication else 0.0
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The instants of each part of a step."""
+
+    compute: Intervals
+    """Compute but the optimizer."""
+    optimizer: Intervals
+    exposed: Mapping[str, Intervals]
+    """By key of :data:`DIMENSIONS`."""
+    memory: Intervals
+    idle: Intervals
+    communication: Intervals
+    """All communication, overlapped or not."""
 
 
 def group_dimension(name: str) -> Dimension:
@@ -111,6 +126,37 @@ def breakdowns(timeline: Timeline, windows: list[Window] | None = None) -> list[
 
 
 def _breakdown(timeline: Timeline, rows: Int64, dimensions: Int8, window: Window) -> Breakdown:
+    parts = step_parts(timeline, rows, dimensions, window)
+    slices = timeline.slices
+    start, end = clip(
+        slices.start[rows], slices.start[rows] + slices.duration[rows], window.start, window.end
+    )
+    inside = (slices.start[rows] < window.end) & (slices.start[rows] + slices.duration[rows] > window.start)
+    kind = slices.kind[rows][inside]
+    counts = np.bincount(kind, minlength=len(OpKind))
+    sums = np.zeros(len(OpKind), dtype=np.int64)
+    np.add.at(sums, kind, (end - start)[inside])
+    return Breakdown(
+        window=window,
+        compute=parts.compute.total,
+        optimizer=parts.optimizer.total,
+        exposed_communication={key: part.total for key, part in parts.exposed.items()},
+        memory=parts.memory.total,
+        idle=parts.idle.total,
+        communication=parts.communication.total,
+        kinds={OpKind(k): KindTotal(int(counts[k]), int(sums[k])) for k in np.flatnonzero(counts).tolist()},
+    )
+
+
+def step_parts(timeline: Timeline, rows: Int64, dimensions: Int8, window: Window) -> StepParts:
+    """When each part of a step runs; the parts but ``communication`` are disjoint and cover the window.
+
+    Args:
+        timeline: where the slices are.
+        rows: device slices of the window's rank.
+        dimensions: of every slice of the timeline, as :func:`slice_dimensions` gives them.
+        window: the step.
+    """
     slices = timeline.slices
     end = slices.start[rows] + slices.duration[rows]
     rows = rows[(slices.start[rows] < window.end) & (end > window.start)]
@@ -119,7 +165,9 @@ def _breakdown(timeline: Timeline, rows: Int64, dimensions: Int8, window: Window
     )
     kind, phase, dimension = slices.kind[rows], slices.phase[rows], dimensions[rows]
     communicates: Bool = (kind == OpKind.COLLECTIVE) | (kind == OpKind.P2P)
-    moves: Bool = (kind == OpKind.MEMCPY) | (kind == OpKind.MEMSET)
+    # A simulated compute stream holds only what its SMs do, fills and copies among it.
+    on_stream = timeline.tracks.role[slices.track[rows]] != TrackRole.COMPUTE
+    moves: Bool = ((kind == OpKind.MEMCPY) | (kind == OpKind.MEMSET)) & on_stream
     steps: Bool = ((kind == OpKind.OPTIMIZER) | (phase == Phase.OPTIMIZER)) & ~communicates & ~moves
 
     def cover(mask: Bool) -> Intervals:
@@ -128,27 +176,15 @@ def _breakdown(timeline: Timeline, rows: Int64, dimensions: Int8, window: Window
     compute = cover(~communicates & ~moves & ~steps)
     optimizer = subtract(cover(steps), compute)
     covered = join(compute, optimizer)
-    exposed: dict[str, int] = {}
+    exposed: dict[str, Intervals] = {}
     for key, value in zip(DIMENSIONS, _ORDER, strict=True):
         chosen = communicates & (dimension == value if value else ~np.isin(dimension, _ORDER[:-1]))
-        part = subtract(cover(chosen), covered)
-        exposed[key] = part.total
-        covered = join(covered, part)
+        exposed[key] = subtract(cover(chosen), covered)
+        covered = join(covered, exposed[key])
     memory = subtract(cover(moves), covered)
     covered = join(covered, memory)
-    counts = np.bincount(kind, minlength=len(OpKind))
-    sums = np.zeros(len(OpKind), dtype=np.int64)
-    np.add.at(sums, kind, end - start)
-    return Breakdown(
-        window=window,
-        compute=compute.total,
-        optimizer=optimizer.total,
-        exposed_communication=exposed,
-        memory=memory.total,
-        idle=window.length - covered.total,
-        communication=cover(communicates).total,
-        kinds={OpKind(k): KindTotal(int(counts[k]), int(sums[k])) for k in np.flatnonzero(counts).tolist()},
-    )
+    whole = union(np.array([window.start]), np.array([window.end]))
+    return StepParts(compute, optimizer, exposed, memory, subtract(whole, covered), cover(communicates))
 
 
 def top_kernels(timeline: Timeline, largest: int = 20) -> list[dict[str, Any]]:

@@ -1,20 +1,22 @@
-"""Reader of torch.profiler (Kineto) traces: JSON or gzipped JSON, one file a rank.
+"""Reader of torch.profiler (Kineto) traces: JSON, plain or packed, one file a rank.
 
 Kernels, copies and fills go to one DEVICE track a (device, stream); operators, Python functions and runtime calls to
 HOST tracks; annotations to ANNOTATION tracks. ``ProfilerStep#N`` becomes a step, a common correlation a LAUNCH flow,
-``[memory]`` events counters. The first forms of the format (``Kernel``, ``Operator``, ``Runtime``) are read too.
-Left out: metadata but for thread names, forward-backward flows, begin/end pairs.
+``fwdbwd`` arrows FORWARD_BACKWARD flows, ``[memory]`` events counters. The first forms of the format (``Kernel``,
+``Operator``, ``Runtime``) and begin/end pairs are read too. Left out: metadata but for what a conversion keeps, and
+``ac2g`` arrows, which say what the correlations say.
 """
 
 from __future__ import annotations
 
+import gc
 import re
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from op_graphs.columns import Bool, Int8, Int32, Int64, StringTable
+from op_graphs.columns import Bool, Float64, Int8, Int32, Int64, StringTable
 from op_graphs.timeline import (
     SLICE_DEFAULTS,
     CommunicationGroup,
@@ -26,41 +28,29 @@ from op_graphs.timeline import (
     Timeline,
     Tracks,
 )
-from op_graphs.vocabulary import FlowKind, OpKind, TrackRole
+from op_graphs.vocabulary import Communication, FlowKind, OpKind, TrackRole
+from tracesim.errors import TraceError
 from tracesim.kernel_kinds import is_expert_parallel, kind_of_communication
 from tracesim.readers import kineto_arguments as arguments
-from tracesim.readers import launches, own_chrome
-from tracesim.readers.kineto_json import KinetoDocument, decode, integer, looks_like_kineto
+from tracesim.readers import launches, origins, own_chrome
+from tracesim.readers.kineto_columns import KinetoDocument, read_document
+from tracesim.readers.kineto_json import integer, looks_like_kineto
+from tracesim.readers.kineto_rows import (
+    ANNOTATION,
+    COPY,
+    DEVICE_ANNOTATION,
+    FILL,
+    KERNEL,
+    OPERATOR,
+    PYTHON,
+    RUNTIME,
+    SKIPPED,
+    Rows,
+)
 from tracesim.readers.memory_events import memory_counters
 from tracesim.readers.sources import Source
 
-KERNEL, COPY, FILL, OPERATOR, RUNTIME, PYTHON, ANNOTATION, DEVICE_ANNOTATION, OTHER_HOST, SKIPPED = range(10)
-
-_CATEGORIES: dict[str, int] = {
-    "kernel": KERNEL,
-    "mtia_ccp_events": KERNEL,
-    "gpu_memcpy": COPY,
-    "memcpy": COPY,
-    "gpu_memset": FILL,
-    "memset": FILL,
-    "cpu_op": OPERATOR,
-    "operator": OPERATOR,
-    "runtime": RUNTIME,
-    "cuda_runtime": RUNTIME,
-    "cuda_driver": RUNTIME,
-    "hip_runtime": RUNTIME,
-    "mtia_runtime": RUNTIME,
-    "privateuse1_runtime": RUNTIME,
-    "privateuse1_driver": RUNTIME,
-    "xpu_runtime": RUNTIME,
-    "python_function": PYTHON,
-    "user_annotation": ANNOTATION,
-    "gpu_user_annotation": DEVICE_ANNOTATION,
-    "overhead": OTHER_HOST,
-    "cuda_profiler_range": DEVICE_ANNOTATION,
-    "trace": SKIPPED,
-}
-_STEP = re.compile(r"ProfilerStep#?\s*(\d+)")
+_STEP = re.compile(r"ProfilerStep#?\s*(\d{1,18})")
 
 
 def recognise(source: Source) -> bool:
@@ -74,121 +64,43 @@ def read(source: Source) -> Timeline:
     Raises:
         TraceError: if the file is damaged or no trace; the message says what to do.
     """
-    document = decode(source.path, source.data)
+    collecting = gc.isenabled()
+    # Hundreds of thousands of small objects and no cycle among them: looking for cycles costs more than reading.
+    gc.disable()
+    try:
+        return _read(source)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _read(source: Source) -> Timeline:
+    document = read_document(source.path, source.data, source.progress)
     if own_chrome.is_own(document):
         return own_chrome.build(document)
-    rows = _Rows.build(document)
-    return _Builder(document, rows).timeline()
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The kept slices of a file, sorted by track, start and falling duration."""
-
-    event: Int64
-    """Row in the document's columns."""
-    category: Int8
-    track: Int64
-    start: Int64
-    end: Int64
-    name: Int64
-    thread: Int32
-    """Host thread number, common to the operators, annotations and launches of one thread."""
-    device: Int64
-    """Rows that are kernels, copies or fills."""
-    device_arguments: list[arguments.DeviceArguments]
-    correlation: Int64
-    track_keys: npt.NDArray[np.int64]
-    """Shape [tracks, 3]: group (0 device, 1 device annotation, 2 annotation, 3 host), device or pid, stream or tid."""
-
-    @classmethod
-    def build(cls, document: KinetoDocument) -> _Rows:
-        columns = document.complete
-        category = _categories(document)
-        kept = np.nonzero(category != SKIPPED)[0]
-        category = category[kept]
-        numbers = np.array([integer(s, -2 - i) for i, s in enumerate(columns.strings)], dtype=np.int64)
-        first, second = numbers[columns.process[kept]], numbers[columns.thread[kept]]
-        process, thread_id = first.copy(), second.copy()
-        device = np.nonzero(category <= FILL)[0]
-        decoded = arguments.decode_arguments(
-            [columns.arguments[i] for i in kept[device]], arguments.DeviceArguments
-        )
-        streams = arguments.integers([a.stream for a in decoded], -1)
-        devices = arguments.integers([a.device for a in decoded], -1)
-        first[device] = np.where(devices >= 0, devices, first[device])
-        second[device] = np.where(streams >= 0, streams, second[device])
-        correlation = np.full(len(kept), -1, dtype=np.int64)
-        correlation[device] = arguments.integers([a.correlation for a in decoded])
-        runtime = np.nonzero(category == RUNTIME)[0]
-        launch_arguments = arguments.decode_arguments(
-            [columns.arguments[i] for i in kept[runtime]], arguments.CorrelationArgument
-        )
-        correlation[runtime] = arguments.integers([a.correlation for a in launch_arguments])
-        track, keys = _number(_track_group(category), first, second)
-        thread, _ = _number(np.zeros_like(process), process, thread_id)
-        start, duration = columns.time[kept], columns.duration[kept]
-        order = np.lexsort((-duration, start, track))
-        place = np.empty(len(order), dtype=np.int64)
-        place[order] = np.arange(len(order))
-        device_order = np.argsort(place[device])
-        return cls(
-            event=kept[order],
-            category=category[order],
-            track=track[order],
-            start=start[order],
-            end=(start + duration)[order],
-            name=columns.name[kept][order],
-            thread=thread[order].astype(np.int32),
-            device=place[device][device_order],
-            device_arguments=[decoded[i] for i in device_order],
-            correlation=correlation[order],
-            track_keys=keys,
-        )
-
-
-def _categories(document: KinetoDocument) -> Int8:
-    columns = document.complete
-    used, local = np.unique(columns.category, return_inverse=True)
-    names = [columns.strings[i] for i in used]
-    known = np.array([_CATEGORIES.get(name.lower(), OTHER_HOST) for name in names], dtype=np.int8)
-    strange = [i for i, name in enumerate(names) if name.lower() not in _CATEGORIES]
-    document.note(
-        "slices of an unknown category, kept as host slices",
-        int(np.isin(local, strange).sum()),
-        ", ".join(names[i] or "(none)" for i in strange[:5]),
-    )
-    return np.asarray(known[local], dtype=np.int8)
-
-
-def _track_group(category: Int8) -> Int64:
-    group = np.full(len(category), 3, dtype=np.int64)
-    group[category <= FILL] = 0
-    group[category == DEVICE_ANNOTATION] = 1
-    group[category == ANNOTATION] = 2
-    return group
-
-
-def _number(group: Int64, first: Int64, second: Int64) -> tuple[Int64, npt.NDArray[np.int64]]:
-    """Consecutive numbers for the triples, rising with them, and the distinct triples."""
-    firsts, first_code = np.unique(first, return_inverse=True)
-    seconds, second_code = np.unique(second, return_inverse=True)
-    key = (group * len(firsts) + first_code) * len(seconds) + second_code
-    distinct, number = np.unique(key, return_inverse=True)
-    pair, last = np.divmod(distinct, max(len(seconds), 1))
-    outer, middle = np.divmod(pair, max(len(firsts), 1))
-    return number, np.column_stack((outer, firsts[middle], seconds[last]))
+    rows = Rows.build(document, keep_all=source.keep_origins)
+    timeline = _Builder(document, rows).timeline()
+    if not source.keep_origins:
+        return timeline
+    try:
+        return origins.with_origins(timeline, document, rows.event)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # Arguments stay undecoded while reading, so damage inside them shows only here.
+        raise TraceError(
+            f"{source.path}: arguments that are no valid JSON ({str(error)[:200]}), so they cannot be kept. "
+            "Repair the file, or analyze it without converting."
+        ) from error
 
 
 class _Builder:
     """Puts the tables of one rank together."""
 
-    def __init__(self, document: KinetoDocument, rows: _Rows) -> None:
+    def __init__(self, document: KinetoDocument, rows: Rows) -> None:
         self.document = document
         self.rows = rows
         self.strings = StringTable(document.complete.strings)
         self.base = int(min(rows.start.min(), document.complete.time.min())) if len(rows.start) else 0
-        self.device_arguments = rows.device_arguments
+        self.host = self._host()
 
     def timeline(self) -> Timeline:
         rows, document = self.rows, self.document
@@ -196,70 +108,55 @@ class _Builder:
             np.where(rows.category == RUNTIME, rows.correlation, -1), rows.correlation[rows.device]
         )
         slices, groups = self._slices(launch)
-        launched = launch >= 0
-        flows = Flows(
-            source=launch[launched].astype(np.int32),
-            target=rows.device[launched].astype(np.int32),
-            kind=np.full(int(launched.sum()), FlowKind.LAUNCH, dtype=np.int8),
-        )
         self._note_oddities(launch)
         tracks = self._tracks()
         counter_tracks, samples = memory_counters(document, self.strings, self.base)
         rank = integer(document.distributed.get("rank"), -1)
         return Timeline(
             strings=self.strings.strings(),
-            ranks=Ranks.from_rows([{"rank": rank}], tp=-1, cp=-1, ep=-1, pp=-1, dp=-1),
+            ranks=Ranks.from_rows(
+                [{"rank": rank if 0 <= rank < 1 << 31 else -1}], tp=-1, cp=-1, ep=-1, pp=-1, dp=-1
+            ),
             tracks=tracks,
             slices=slices,
-            flows=flows,
+            flows=self._flows(launch),
             counter_tracks=counter_tracks,
             counter_samples=samples,
             steps=self._steps(),
             groups=groups,
             name=document.path.name,
             device=self._device_name(),
-            world_size=integer(document.distributed.get("world_size"), 0),
+            world_size=max(integer(document.distributed.get("world_size"), 0), 0),
             time_base_ns=document.base_ns + self.base,
             quirks=tuple(
-                Quirk(name, count, example) for name, (count, example) in sorted(document.quirks.items())
+                Quirk(name, count, example) for name, (count, example) in sorted(document.notes.found.items())
             ),
             properties=self._properties(),
         )
 
     def _slices(self, launch: Int64) -> tuple[Slices, tuple[CommunicationGroup, ...]]:
-        rows, device = self.rows, self.rows.device
-        facts = arguments.read_facts(
-            self.device_arguments, arguments.configured_groups(self.document.distributed)
-        )
-        context = launches.contexts(
-            self._host(),
-            np.where(launch >= 0, rows.thread[launch], 0).astype(np.int32),
-            np.where(launch >= 0, rows.start[launch], np.iinfo(np.int64).min),
-        )
-        kind, communication = launches.kinds(self.document.complete.strings, rows.name[device], context)
+        rows, device, strings = self.rows, self.rows.device, self.document.complete.strings
+        context = launches.contexts(self.host, *self._launched_at(launch))
+        kind, communication = launches.kinds(strings, rows.name[device], context)
         category = rows.category[device]
         kind[category == COPY], kind[category == FILL] = OpKind.MEMCPY, OpKind.MEMSET
         communication[category != KERNEL] = 0
-        communication = np.where(facts.communication > 0, facts.communication, communication).astype(np.int8)
+        communication, sizes, group, groups = self._transfers(communication, context)
         for transfer in np.unique(communication[communication > 0]):
             kind[communication == transfer] = kind_of_communication(int(transfer))
-        group, groups = self._expert_groups(communication, facts.group, facts.groups)
+        group, groups = self._expert_groups(communication, group, groups)
         phase, kind = launches.phases(context, kind, communication)
-        kind = np.where(facts.kind > 0, facts.kind, kind)
-        phase = np.where(facts.phase > 0, facts.phase, phase)
-        module = np.array([self.strings.intern(m) if m else -1 for m in facts.module], dtype=np.int32)
         columns: dict[str, npt.NDArray[np.generic]] = {
-            "kind": kind, "phase": phase, "communication": communication, "module": module,
-            "layer": facts.layer, "chunk": facts.chunk, "microbatch": facts.microbatch, "flops": facts.flops,
-            "bytes": facts.bytes, "communication_bytes": facts.communication_bytes, "group": group,
-            "wait": facts.wait,
+            "kind": kind, "phase": phase, "communication": communication, "communication_bytes": sizes, "group": group,
+            "chunk": launches.chunks(context), "microbatch": context.microbatch, "bytes": np.maximum(rows.bytes, 0),
+            "flops": self._flops(kind, context),
         }  # fmt: skip
         count = len(rows.start)
         filled = {name: np.full(count, default) for name, default in SLICE_DEFAULTS.items()}
         for name in ("flops", "bytes"):
             filled[name] = filled[name].astype(np.float64)
         filled["kind"][:] = OpKind.HOST
-        filled["kind"][np.isin(rows.category, (ANNOTATION, DEVICE_ANNOTATION))] = OpKind.ANNOTATION
+        filled["kind"][np.isin(rows.category, (ANNOTATION, DEVICE_ANNOTATION, SKIPPED))] = OpKind.ANNOTATION
         for name, values in columns.items():
             filled[name][device] = values
         filled["correlation"] = rows.correlation
@@ -271,6 +168,82 @@ class _Builder:
             **filled,
         )
         return slices, groups
+
+    def _launched_at(self, launch: Int64) -> tuple[Int32, Int64]:
+        """Thread and time of the launch of each device slice, time -1 below all if there is none.
+
+        Where no runtime call was recorded, the operator with the same External id stands for it.
+        """
+        rows = self.rows
+        source = launch.copy()
+        lost = np.flatnonzero(
+            (launch < 0) & (rows.external >= 0) & (rows.external != rows.correlation[rows.device])
+        )
+        if len(lost):
+            operators = np.flatnonzero(rows.category == OPERATOR)
+            decoded = arguments.decode_arguments(self._raw(operators), arguments.ExternalArgument)
+            external = np.full(len(rows.start), -1, dtype=np.int64)
+            external[operators] = arguments.integers([a.external for a in decoded])
+            source[lost] = launches.launch_rows(external, rows.external[lost])
+            self.document.note(
+                "kernels without a launch, placed by their External id", int((source[lost] >= 0).sum())
+            )
+        found = source >= 0
+        return (
+            np.where(found, rows.thread[source], 0).astype(np.int32),
+            np.where(found, rows.start[source], np.iinfo(np.int64).min),
+        )
+
+    def _raw(self, chosen: Int64) -> list[msgspec.Raw]:
+        """The arguments of some rows."""
+        written = self.document.complete.arguments
+        return [written[i] for i in self.rows.event[chosen].tolist()]
+
+    def _transfers(
+        self, communication: Int8, context: launches.Context
+    ) -> tuple[Int8, Int64, Int32, tuple[CommunicationGroup, ...]]:
+        """Transfer, bytes and group of communication kernels, from their arguments or ``record_param_comms``."""
+        rows = self.rows
+        chosen = np.flatnonzero((communication > 0) | rows.described)
+        told = rows.described[chosen]
+        source = np.where(told, rows.device[chosen], context.record_row[chosen])
+        known = source >= 0
+        chosen, source, told = chosen[known], source[known], told[known]
+        found = arguments.read_transfers(
+            arguments.decode_arguments(self._raw(source), arguments.CommunicationArguments),
+            arguments.configured_groups(self.document.distributed),
+        )
+        named = (found.communication > 0) & (told | (found.communication != Communication.UNKNOWN))
+        self.document.note(
+            "transfers described by record_param_comms only",
+            int((named & ~told).sum()),
+            "their kernels carry no arguments",
+        )
+        communication = communication.copy()
+        communication[chosen[named]] = found.communication[named]
+        sizes = np.zeros(len(communication), dtype=np.int64)
+        sizes[chosen[named]] = found.bytes[named]
+        group = np.full(len(communication), -1, dtype=np.int32)
+        group[chosen[named]] = found.group[named]
+        return communication, sizes, group, found.groups
+
+    def _flops(self, kind: Int8, context: launches.Context) -> Float64:
+        """Operations of matrix products by the shapes of their operators, on the longest kernel of each."""
+        rows = self.rows
+        flops = np.zeros(len(kind))
+        chosen = np.flatnonzero((kind == OpKind.GEMM) & (context.operator_row >= 0))
+        if not len(chosen):
+            return flops
+        length = (rows.end - rows.start)[rows.device[chosen]]
+        operator = context.operator_row[chosen]
+        order = np.lexsort((length, operator))
+        last = np.append(operator[order][1:] != operator[order][:-1], True)
+        chosen = chosen[order[last]]
+        names = self.document.complete.strings
+        called = context.operator_row[chosen]
+        shapes = arguments.decode_arguments(self._raw(called), arguments.ShapeArguments)
+        flops[chosen] = arguments.matrix_flops([names[i] for i in rows.name[called].tolist()], shapes)
+        return flops
 
     def _expert_groups(
         self, communication: Int8, group: Int32, groups: tuple[CommunicationGroup, ...]
@@ -287,15 +260,38 @@ class _Builder:
         return group, (*groups, CommunicationGroup("ep"))
 
     def _host(self) -> launches.Host:
-        rows = self.rows
+        rows, names = self.rows, self.document.complete.strings
         chosen = np.isin(rows.category, (OPERATOR, ANNOTATION))
-        return launches.Host(
+        python = np.unique(rows.name[rows.category == PYTHON]).tolist()
+        frames = [i for i in python if launches.is_checkpoint_frame(names[i])]
+        if frames:
+            chosen |= (rows.category == PYTHON) & np.isin(rows.name, frames)
+        return launches.Host.build(
+            row=np.flatnonzero(chosen),
             thread=rows.thread[chosen],
             start=rows.start[chosen],
             end=rows.end[chosen],
             name=rows.name[chosen],
             is_operator=rows.category[chosen] == OPERATOR,
-            names=self.document.complete.strings,
+            names=names,
+        )
+
+    def _flows(self, launch: Int64) -> Flows:
+        rows, ends = self.rows, self.document.flow_ends
+        launched = launch >= 0
+        bound = self.host.operator_at(rows.flow_thread, ends.time)
+        starts = np.flatnonzero((ends.starts > 0) & (bound >= 0))
+        targets = np.flatnonzero((ends.starts == 0) & (bound >= 0))
+        at = launches.launch_rows(ends.identifier[starts], ends.identifier[targets])
+        source, target = bound[starts[at[at >= 0]]], bound[targets[at >= 0]]
+        self.document.note(
+            "forward-backward arrows that join nothing dropped", int(ends.starts.sum()) - len(source)
+        )
+        kinds = [FlowKind.LAUNCH] * int(launched.sum()) + [FlowKind.FORWARD_BACKWARD] * len(source)
+        return Flows(
+            source=np.concatenate((launch[launched], source)).astype(np.int32),
+            target=np.concatenate((rows.device[launched], target)).astype(np.int32),
+            kind=np.array(kinds, dtype=np.int8),
         )
 
     def _tracks(self) -> Tracks:
@@ -386,9 +382,10 @@ def _overlaps(track: Int64, start: Int64, end: Int64) -> Int64:
         return np.zeros(0, dtype=np.int64)
     # Shifting each track past all ends of the one before makes one running maximum serve all tracks.
     low = int(start.min())
-    stride = int(end.max()) - low + 1
-    base = track * stride - low
-    reach = np.maximum.accumulate(end + base)
-    excess = reach[:-1] - (start + base)[1:]
+    shift = max(0, ((int(end.max()) - low + 1) * (int(track.max()) + 1)).bit_length() - 62)
+    stride = (int(end.max()) - low >> shift) + 1
+    base = track * stride
+    reach = np.maximum.accumulate((end - low >> shift) + base)
+    excess = reach[:-1] - ((start - low >> shift) + base)[1:] << shift
     same: Bool = track[1:] == track[:-1]
     return np.concatenate((np.zeros(1, dtype=np.int64), np.where(same, np.maximum(excess, 0), 0)))

@@ -25,14 +25,20 @@ _ELEMENT_BYTES = {
 }  # fmt: skip
 
 
-class DeviceArguments(msgspec.Struct, gc=False):
-    """The arguments of a kernel, copy or fill that are used; the rest is skipped while decoding."""
+class PlaceArguments(msgspec.Struct, gc=False):
+    """The arguments of every kernel, copy or fill that are used; the rest is skipped while decoding."""
 
     device: Any = None
     stream: Any = None
     correlation: Any = None
     bytes: Any = None
-    # torch.profiler, on communication kernels
+    external: Any = msgspec.field(default=None, name="External id")
+    collective: Any = msgspec.field(default=None, name="Collective name")
+
+
+class CommunicationArguments(msgspec.Struct, gc=False):
+    """What torch.profiler says of a transfer, on its kernel and on ``record_param_comms``."""
+
     collective: Any = msgspec.field(default=None, name="Collective name")
     in_elements: Any = msgspec.field(default=None, name="In msg nelems")
     out_elements: Any = msgspec.field(default=None, name="Out msg nelems")
@@ -41,7 +47,17 @@ class DeviceArguments(msgspec.Struct, gc=False):
     group_name: Any = msgspec.field(default=None, name="Process Group Name")
     group_description: Any = msgspec.field(default=None, name="Process Group Description")
     group_ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
-    # our own exporter
+    input_dims: Any = msgspec.field(default=None, name="Input Dims")
+    input_types: Any = msgspec.field(default=None, name="Input type")
+
+
+class DeviceArguments(CommunicationArguments, gc=False):
+    """Arguments that our own exporter writes on device slices."""
+
+    device: Any = None
+    stream: Any = None
+    correlation: Any = None
+    bytes: Any = None
     kind: Any = None
     phase: Any = None
     layer: Any = None
@@ -52,6 +68,19 @@ class DeviceArguments(msgspec.Struct, gc=False):
     communication: Any = None
     communication_bytes: Any = None
     wait_ns: Any = None
+
+
+class ShapeArguments(msgspec.Struct, gc=False):
+    """The shapes of the inputs of an operator, undecoded."""
+
+    dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"null"), name="Input Dims")
+    old_dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"null"), name="Input dims")
+
+
+class ExternalArgument(msgspec.Struct, gc=False):
+    """The number by which device events name the operator that launched them."""
+
+    external: Any = msgspec.field(default=None, name="External id")
 
 
 class CorrelationArgument(msgspec.Struct, gc=False):
@@ -74,8 +103,8 @@ def decode_arguments(raw: Sequence[msgspec.Raw], structure: type[_Structure]) ->
     """Decode the arguments of some events; arguments that are no object count as empty."""
     decode = msgspec.json.Decoder(structure).decode
     try:
-        return [decode(arguments) for arguments in raw]
-    except msgspec.DecodeError:
+        return list(map(decode, raw))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return [_lenient(decode, arguments, structure) for arguments in raw]
 
 
@@ -83,21 +112,62 @@ def _lenient(decode: Any, raw: msgspec.Raw, structure: type[_Structure]) -> _Str
     try:
         value: _Structure = decode(raw)
         return value
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return structure()
 
 
 def integers(values: Sequence[Any], default: int = -1) -> Int64:
     """A column of ints out of whatever was written; the default where nothing was."""
-    return np.array(
-        [v if type(v) is int else default if v is None else integer(v, default) for v in values],
-        dtype=np.int64,
-    )
+    try:
+        # Raises for None and text; a float would be cut, so it must not get here.
+        if float not in set(map(type, values)):
+            return np.fromiter(values, dtype=np.int64, count=len(values))
+    except (TypeError, ValueError, OverflowError):
+        pass
+    return np.array([default if v is None else integer(v, default) for v in values], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """What arguments say of some communication kernels, row for row."""
+
+    communication: Int8
+    """NONE where they do not say."""
+    bytes: Int64
+    group: Int32
+    groups: tuple[CommunicationGroup, ...]
+
+
+def read_transfers(
+    arguments: Sequence[CommunicationArguments], configured: dict[str, CommunicationGroup]
+) -> Transfers:
+    """Columns out of decoded arguments; ``configured`` are the groups of ``distributedInfo`` by name."""
+    communication = np.zeros(len(arguments), dtype=np.int8)
+    sizes = np.zeros(len(arguments), dtype=np.int64)
+    group = np.full(len(arguments), -1, dtype=np.int32)
+    groups: dict[CommunicationGroup, int] = {}
+    known: dict[tuple[str, str, str, str], int] = {}
+    for row, a in enumerate(arguments):
+        own = getattr(a, "communication", None)
+        if own is not None:
+            communication[row] = _member(Communication, own)
+        elif a.collective is not None:
+            communication[row] = parse_communication(str(a.collective)[:200]) or Communication.UNKNOWN
+        else:
+            continue
+        size = getattr(a, "communication_bytes", None)
+        sizes[row] = integer(size, 0) if isinstance(size, int) else _message_bytes(a)
+        key = (str(a.group_name), str(a.group_description), str(a.group_ranks), str(a.group_size))
+        if key not in known:
+            found = _group(a, configured)
+            known[key] = -1 if found is None else groups.setdefault(found, len(groups))
+        group[row] = known[key]
+    return Transfers(communication, sizes, group, tuple(groups))
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the arguments say of each device event, ``-1``, 0 or NONE where they say nothing."""
+    """What our own arguments say of each slice, ``-1``, 0 or NONE where they say nothing."""
 
     kind: Int8
     """OTHER where the file does not say."""
@@ -108,49 +178,75 @@ class Facts:
     microbatch: Int32
     flops: Float64
     bytes: Float64
-    communication: Int8
-    communication_bytes: Int64
-    group: Int32
     wait: Int64
-    groups: tuple[CommunicationGroup, ...]
+    transfers: Transfers
 
 
 def read_facts(arguments: Sequence[DeviceArguments], configured: dict[str, CommunicationGroup]) -> Facts:
     """Columns out of decoded arguments; ``configured`` are the groups of ``distributedInfo`` by name."""
-    count = len(arguments)
-    communication = np.zeros(count, dtype=np.int8)
-    sizes = np.zeros(count, dtype=np.int64)
-    group = np.full(count, -1, dtype=np.int32)
-    groups: dict[CommunicationGroup, int] = {}
-    known: dict[tuple[str, str, str, str], int] = {}
-    for row, a in enumerate(arguments):
-        if a.communication is not None:
-            communication[row] = _member(Communication, a.communication)
-        elif a.collective is not None:
-            communication[row] = parse_communication(str(a.collective)) or Communication.UNKNOWN
-        else:
-            continue
-        sizes[row] = a.communication_bytes if isinstance(a.communication_bytes, int) else _message_bytes(a)
-        key = (str(a.group_name), str(a.group_description), str(a.group_ranks), str(a.group_size))
-        if key not in known:
-            found = _group(a, configured)
-            known[key] = -1 if found is None else groups.setdefault(found, len(groups))
-        group[row] = known[key]
     return Facts(
         kind=np.array([_member(OpKind, a.kind) for a in arguments], dtype=np.int8),
         phase=np.array([_member(Phase, a.phase) for a in arguments], dtype=np.int8),
-        layer=integers([a.layer for a in arguments]).astype(np.int32),
+        layer=_small([a.layer for a in arguments]),
         module=[str(a.module) if a.module is not None else "" for a in arguments],
-        chunk=integers([a.chunk for a in arguments]).astype(np.int32),
-        microbatch=integers([a.microbatch for a in arguments]).astype(np.int32),
-        flops=_floats([a.flops for a in arguments]),
-        bytes=_floats([a.bytes for a in arguments]),
-        communication=communication,
-        communication_bytes=sizes,
-        group=group,
+        chunk=_small([a.chunk for a in arguments]),
+        microbatch=_small([a.microbatch for a in arguments]),
+        flops=floats([a.flops for a in arguments]),
+        bytes=floats([a.bytes for a in arguments]),
         wait=integers([a.wait_ns for a in arguments], 0),
-        groups=tuple(groups),
+        transfers=read_transfers(arguments, configured),
     )
+
+
+def matrix_flops(operators: Sequence[str], shapes: Sequence[ShapeArguments]) -> list[float]:
+    """Floating-point operations of matrix products by the shapes of their inputs, 2 m n k each; 0 if not known."""
+    known: dict[tuple[str, bytes], float] = {}
+    found = []
+    for operator, arguments in zip(operators, shapes, strict=True):
+        written = bytes(arguments.dims)
+        key = (operator, written if written != b"null" else bytes(arguments.old_dims))
+        if key not in known:
+            known[key] = _product_flops(operator, _decoded(key[1]))
+        found.append(known[key])
+    return found
+
+
+def _decoded(raw: bytes) -> Any:  # noqa: ANN401
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _product_flops(operator: str, dims: Any) -> float:  # noqa: ANN401
+    place = _FIRST_MATRIX.get(operator.removeprefix("aten::"))
+    if place is None or not isinstance(dims, list) or len(dims) < place + 2:
+        return 0.0
+    left, right = dims[place], dims[place + 1]
+    if not (_is_shape(left) and _is_shape(right)) or not left or not right:
+        return 0.0
+    columns = right[-1] if len(right) > 1 else 1
+    return 2.0 * float(np.prod([float(n) for n in left])) * columns
+
+
+_FIRST_MATRIX = {
+    "mm": 0, "bmm": 0, "_scaled_mm": 0, "_int_mm": 0, "mv": 0,
+    "addmm": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1, "_addmm_activation": 1,
+}  # fmt: skip
+
+
+def _is_shape(value: Any) -> bool:  # noqa: ANN401
+    return (
+        isinstance(value, list)
+        and all(type(n) is int and 0 <= n < 1 << 40 for n in value)
+        and len(value) <= 8
+    )
+
+
+def _small(values: Sequence[Any]) -> Int32:
+    """A column of ints that fit 32 bits; -1 for others."""
+    wide = integers(values)
+    return np.where(np.abs(wide) < 1 << 31, wide, -1).astype(np.int32)
 
 
 def configured_groups(distributed: dict[str, Any]) -> dict[str, CommunicationGroup]:
@@ -166,7 +262,7 @@ def configured_groups(distributed: dict[str, Any]) -> dict[str, CommunicationGro
     return found
 
 
-def _group(a: DeviceArguments, configured: dict[str, CommunicationGroup]) -> CommunicationGroup | None:
+def _group(a: CommunicationArguments, configured: dict[str, CommunicationGroup]) -> CommunicationGroup | None:
     if a.group_name is None and a.group_ranks is None and a.group_description is None:
         return None
     ranks = _ranks(a.group_ranks)
@@ -190,14 +286,31 @@ def _ranks(value: Any) -> tuple[int, ...]:  # noqa: ANN401
     if isinstance(value, list):
         return tuple(integer(v, -1) for v in value)
     text = str(value or "")
-    return () if "..." in text else tuple(int(v) for v in re.findall(r"\d+", text))
+    return () if "..." in text else tuple(int(v) for v in re.findall(r"\d{1,9}", text))
 
 
-def _message_bytes(a: DeviceArguments) -> int:
+def _message_bytes(a: CommunicationArguments) -> int:
     """Bytes of the full message: a gather's output and a reduction's or scatter's input, so the larger of the two."""
     elements = max(integer(a.in_elements, 0), integer(a.out_elements, 0))
-    dtype = str(a.dtype or "").lower()
-    return elements * (1 if dtype.startswith("float8") else _ELEMENT_BYTES.get(dtype, 0))
+    if a.in_elements is None and a.out_elements is None:
+        elements = _elements(a.input_dims)
+    dtype = str(a.dtype or _first_text(a.input_types)).lower()
+    dtype = dtype.removeprefix("c10::").removeprefix("tensor(").rstrip(")")
+    size = elements * (1 if dtype.startswith("float8") else _ELEMENT_BYTES.get(dtype, 0))
+    return size if size < 1 << 62 else 0
+
+
+def _elements(dims: Any) -> int:  # noqa: ANN401
+    """Elements of the first input: its shape, or those of a list of tensors."""
+    first = dims[0] if isinstance(dims, list) and dims else None
+    shapes = [first] if _is_shape(first) else first
+    if not isinstance(shapes, list):
+        return 0
+    return sum(int(np.prod([float(n) for n in s])) for s in shapes if _is_shape(s) and s)
+
+
+def _first_text(value: Any) -> str:  # noqa: ANN401
+    return str(value[0]) if isinstance(value, list) and value else ""
 
 
 def _member(vocabulary: Any, value: Any) -> int:  # noqa: ANN401
@@ -208,5 +321,10 @@ def _member(vocabulary: Any, value: Any) -> int:  # noqa: ANN401
     return int(found) if found is not None else 0
 
 
-def _floats(values: Sequence[Any]) -> Float64:
-    return np.array([v if isinstance(v, (int, float)) else 0.0 for v in values], dtype=np.float64)
+def floats(values: Sequence[Any]) -> Float64:
+    """A column of finite numbers; 0 where there is none."""
+    return np.array([_finite(v) for v in values], dtype=np.float64)
+
+
+def _finite(value: Any) -> float:  # noqa: ANN401
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else 0.0

@@ -1,32 +1,36 @@
-"""The JSON of a torch.profiler (Kineto) trace, decoded into plain columns.
+"""The JSON of a torch.profiler (Kineto) trace, decoded event by event in chunks.
 
-Complete events (``ph: X``), instant events and counters are kept; metadata and flow events are not: a launch is
-joined to its kernels by their common correlation. ``args`` stay undecoded until a later step asks for those of the
-events it needs. Times become int64 nanoseconds without passing through a float where a float would lose any.
+A large file is cut between events, so that the decoded objects of one chunk are gone before the next is decoded: memory
+stays near the size of the file and progress can be shown. ``args`` stay undecoded. Several documents in one file are
+read one after another; what follows the last one is ignored and counted.
 """
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
-import numpy as np
 
-from op_graphs.columns import Int64
 from tracesim.errors import TraceError
 
 Number: TypeAlias = int | float | str | None
 
-_EXACT_MICROSECONDS = 2.0**43
-"""Above this a double of microseconds is coarser than a nanosecond, so the digits themselves are read."""
+CHUNK = 8 << 20
+"""Bytes decoded at once."""
 
 _NO_ARGUMENTS = msgspec.Raw(b"{}")
+_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_BETWEEN_EVENTS = re.compile(rb'\}\s*,\s*\{\s*"(?:ph|name|cat|pid|tid|ts|id|dur|args)"')
+_NOT_NUMBERS = re.compile(rb'(":\s*)-?(?:nan|NaN|inf|Infinity)(?=\s*[,}])')
+_OPENING = re.compile(rb"\s*([\[{])")
+_AHEAD = re.compile(rb"(?:\xef\xbb\xbf)?\s*")
+_MOST_TRIES = 8
+_LARGEST = 9_000_000_000_000_000_000
+_SPACE = b"\xef\xbb\xbf \t\r\n"
 
 
 class Event(msgspec.Struct, gc=False):
@@ -40,279 +44,327 @@ class Event(msgspec.Struct, gc=False):
     ts: Number = None
     dur: Number = None
     args: msgspec.Raw = _NO_ARGUMENTS
+    id: Number = None
 
 
-class _Header(msgspec.Struct, gc=False, rename="camel"):
+_KnownPhase = Literal["X", "B", "E", "i", "I", "C", "M", "s", "t", "f", "b", "e", "n", None]
+_KnownCategory = Literal[
+    "cpu_op", "kernel", "cuda_runtime", "cuda_driver", "python_function", "ac2g", "fwdbwd", "async_cpu_to_gpu",
+    "user_annotation", "gpu_user_annotation", "gpu_memcpy", "gpu_memset", "cpu_instant_event", "Trace", "overhead",
+    "cuda_sync", "mtia_ccp_events", "mtia_runtime", "xpu_runtime", "Kernel", "Operator", "Runtime", "Memcpy", "Memset",
+    None,
+]  # fmt: skip
+
+
+class _KnownEvent(Event, gc=False):
+    """An event of a phase and category that are usual: their texts are shared, not made anew for each event."""
+
+    ph: _KnownPhase = None
+    cat: _KnownCategory = None
+    name: str | int | float | None = None
+    pid: int | str | float | None = None
+    tid: int | str | float | None = None
+    ts: Number = None
+    dur: Number = None
+    args: msgspec.Raw = _NO_ARGUMENTS
+    id: Number = None
+
+
+class TimeDigits(msgspec.Struct, gc=False):
+    """The time of an event as it is written."""
+
+    ts: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class Header(msgspec.Struct, gc=False, rename="camel"):
+    """What stands beside the events."""
+
     device_properties: Any = None
     distributed_info: Any = None
     base_time_nanoseconds: Any = None
-    trace_name: Any = None
-    world_size: Any = None
     tracesim: Any = None
 
 
-class _Document(_Header, gc=False, rename="camel"):
+class _Document(Header, gc=False, rename="camel"):
     trace_events: list[Event] | None = None
 
 
-class _ExactEvent(msgspec.Struct, gc=False):
-    ph: str | None = None
-    ts: msgspec.Raw = msgspec.Raw(b"null")
-    dur: msgspec.Raw = msgspec.Raw(b"null")
+class _KnownDocument(Header, gc=False, rename="camel"):
+    trace_events: list[_KnownEvent] | None = None
 
 
-class _ExactDocument(msgspec.Struct, gc=False, rename="camel"):
-    trace_events: list[_ExactEvent] | None = None
+class _LooseDocument(Header, gc=False, rename="camel"):
+    trace_events: list[msgspec.Raw] | None = None
 
 
-@dataclass
-class Columns:
-    """Events of one phase as columns of length ``len(name)``; ids point into ``strings``."""
-
-    strings: list[str]
-    name: Int64
-    category: Int64
-    process: Int64
-    thread: Int64
-    time: Int64
-    """Nanoseconds on the file's own clock."""
-    duration: Int64
-    arguments: list[msgspec.Raw]
+class _TimeDocument(msgspec.Struct, gc=False, rename="camel"):
+    trace_events: list[TimeDigits] | None = None
 
 
 @dataclass
-class KinetoDocument:
-    """A decoded file."""
+class Notes:
+    """Oddities found while reading: how often, and one example."""
 
-    path: Path
-    complete: Columns
-    instants: list[Event]
-    instant_times: Int64
-    device_properties: list[dict[str, Any]]
-    distributed: dict[str, Any]
-    extra: dict[str, Any]
-    """What our own exporter adds under the top-level key ``tracesim``."""
-    base_ns: int
-    quirks: dict[str, tuple[int, str]] = field(default_factory=dict)
+    found: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def note(self, name: str, count: int, example: str = "") -> None:
-        """Count something odd; nothing is recorded for a count of 0."""
+    def add(self, name: str, count: int, example: str = "") -> None:
+        """Count something odd, on top of what was counted before; nothing is recorded for a count of 0."""
         if count:
-            self.quirks[name] = (count, example)
+            before, first = self.found.get(name, (0, ""))
+            self.found[name] = (before + count, first or example)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some events of a file, in order."""
+
+    events: list[Event]
+    _piece: bytes
+    """JSON of a list of the events, or of a document with them."""
+
+    def time_digits(self) -> list[TimeDigits]:
+        """The times of the events as they are written."""
+        if _is_list(self._piece):
+            return msgspec.json.decode(self._piece, type=list[TimeDigits])
+        return msgspec.json.decode(self._piece, type=_TimeDocument).trace_events or []
 
 
 def looks_like_kineto(data: bytes) -> bool:
     """Whether bytes are Chrome-format JSON: an object with ``traceEvents`` or a list of events with ``ph``."""
-    head = data[:4096].lstrip(b"\xef\xbb\xbf \t\r\n")
+    head = data[:4096].lstrip(_SPACE)
     if head.startswith(b"{"):
         return b'"traceEvents"' in data
     return head.startswith(b"[") and b'"ph"' in data[:65536]
 
 
-def decode(path: Path, data: bytes) -> KinetoDocument:
-    """A Kineto file's bytes as columns.
+def decode(
+    path: Path,
+    data: bytes,
+    sink: Callable[[Chunk], None],
+    notes: Notes,
+    progress: Callable[[int], None] = lambda position: None,
+) -> Header:
+    """Hand the events of a file to ``sink`` chunk by chunk, and return what stands beside them.
+
+    Args:
+        path: named in messages.
+        data: the file, unpacked.
+        sink: takes each chunk.
+        notes: takes what was odd.
+        progress: is told how many bytes are done.
 
     Raises:
         TraceError: if the bytes are truncated or not JSON, or if the events are not shaped as trace events.
     """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        notes: dict[str, tuple[int, str]] = {}
-        document, data = _decode_document(path, data, notes)
-        return _to_columns(path, data, document, notes)
-    finally:
-        if collecting:
-            gc.enable()
+    return _Decoder(path, data, sink, notes, progress).run()
 
 
-def _decode_document(path: Path, data: bytes, notes: dict[str, tuple[int, str]]) -> tuple[_Document, bytes]:
-    data = data.removeprefix(b"\xef\xbb\xbf")
-    try:
-        return _parse(data), data
-    except UnicodeDecodeError:
-        data = data.decode("utf-8", errors="replace").encode()
-        notes["invalid UTF-8 replaced"] = (1, "")
-    except msgspec.ValidationError as error:
-        raise TraceError(f"{path}: not shaped as a profiler trace ({error}).") from error
-    except msgspec.DecodeError as error:
-        if "truncated" in str(error):
-            raise _damaged(path, data, error) from error
-        # Profilers print bandwidths of zero-length copies as inf or nan, which JSON does not know.
-        data, count = re.subn(rb'(":\s*)-?(?:nan|NaN|inf|Infinity)(?=\s*[,}])', rb"\1null", data)
-        if not count:
-            raise _damaged(path, data, error) from error
-        notes["values that are not numbers (nan, inf)"] = (count, "")
-    try:
-        return _parse(data), data
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _damaged(path, data, error) from error
+class _Decoder:
+    """One pass over the documents of a file."""
+
+    def __init__(
+        self,
+        path: Path,
+        data: bytes,
+        sink: Callable[[Chunk], None],
+        notes: Notes,
+        progress: Callable[[int], None],
+    ) -> None:
+        self.path, self.data, self.sink, self.notes, self.progress = path, data, sink, notes, progress
+        self.event = msgspec.json.Decoder(Event)
+        self.events = msgspec.json.Decoder(list[Event])
+        self.document = msgspec.json.Decoder(_Document)
+        self.known_events = msgspec.json.Decoder(list[_KnownEvent])
+        self.known_document = msgspec.json.Decoder(_KnownDocument)
+        self.all_known = True
+
+    def run(self) -> Header:
+        header, end = self._document(_AHEAD.match(self.data).end())  # type: ignore[union-attr]
+        while end < len(self.data):
+            rest = self.data[end : end + 65536].lstrip(_SPACE + b",\0")
+            if not rest:
+                break
+            if not looks_like_kineto(rest):
+                self.notes.add("bytes after the end of the JSON ignored", len(self.data) - end)
+                break
+            self.notes.add("further JSON documents in the file, joined", 1)
+            following, end = self._document(self.data.index(rest[:1], end))
+            for name in Header.__struct_fields__:
+                if getattr(header, name) is None:
+                    setattr(header, name, getattr(following, name))
+        return header
+
+    def _document(self, start: int) -> tuple[Header, int]:
+        """Decode the document that begins at ``start``; its header, and where it ends."""
+        head, position = self._chunks(start)
+        prefix = b"" if head is None else b"[" if _is_list(self.data, start) else b'{"traceEvents": ['
+        piece = b"".join((prefix, memoryview(self.data)[position:])) if prefix or position else self.data
+        tail, used = self._last(piece, position - len(prefix))
+        self.progress(len(self.data))
+        if head is not None:
+            for name in Header.__struct_fields__:
+                if getattr(tail, name) is None:
+                    setattr(tail, name, getattr(head, name))
+        return tail, position - len(prefix) + used
+
+    def _chunks(self, start: int) -> tuple[Header | None, int]:
+        """Decode chunks while there is enough left; the head of the document (None if untouched), and how far."""
+        data = self.data
+        if len(data) - start <= 2 * CHUNK:
+            return None, start
+        if _is_list(data, start):
+            head, position = Header(), data.index(b"[", start) + 1
+        else:
+            found = _EVENTS_KEY.search(data, start)
+            if found is None:
+                return None, start
+            try:
+                head = msgspec.json.decode(data[start : found.end() - 1] + b"null}", type=Header)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                return None, start
+            position = found.end()
+        first = position
+        while len(data) - position > 2 * CHUNK:
+            after = self._one_chunk(position)
+            if after < 0:
+                break
+            position = after
+            self.progress(position)
+        return (head, position) if position > first else (None, start)
+
+    def _one_chunk(self, position: int) -> int:
+        """Decode events from ``position`` on, and return where the next one begins; -1 if no cut was found."""
+        for tries, found in enumerate(_BETWEEN_EVENTS.finditer(self.data, position + CHUNK)):
+            if tries == _MOST_TRIES:
+                return -1
+            piece = b"".join((b"[", memoryview(self.data)[position : found.start() + 1], b"]"))
+            try:
+                events, piece = self._repaired(piece, self._list)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                # A look-alike inside a string or an argument: what precedes it does not balance.
+                continue
+            self.sink(Chunk(events, piece))
+            return self.data.index(b",", found.start()) + 1
+        return -1
+
+    def _last(self, piece: bytes, offset: int) -> tuple[Header, int]:
+        """Decode the end of a document: its header, and the bytes of the piece that it takes."""
+        used = len(piece)
+        decode = self._list_document if _is_list(piece) else self._object_document
+        try:
+            try:
+                document, piece = self._repaired(piece, decode)
+            except msgspec.DecodeError as error:
+                position = _trailing(error)
+                if position is None:
+                    raise
+                used = position
+                document, piece = self._repaired(piece[:used], decode)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._damaged(error, offset) from error
+        except RecursionError as error:
+            raise TraceError(
+                f"{self.path}: nested too deeply to be a profiler trace. Export it again."
+            ) from error
+        if document.trace_events is None:
+            raise TraceError(
+                f"{self.path}: the JSON has no list `traceEvents`; this is not a profiler trace."
+            )
+        self.sink(Chunk(document.trace_events, piece))
+        return document, used
+
+    def _repaired(self, piece: bytes, decode: Callable[[bytes], Any]) -> tuple[Any, bytes]:
+        """What ``decode`` makes of a piece, after what JSON forbids and profilers write was replaced."""
+        try:
+            return decode(piece), piece
+        except UnicodeDecodeError:
+            repaired = piece.decode("utf-8", errors="replace").encode()
+            what, count = "invalid UTF-8 replaced", 1
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError as error:
+            if "truncated" in str(error) or _trailing(error) is not None:
+                raise
+            # Profilers print bandwidths of zero-length copies as inf or nan, which JSON does not know.
+            repaired, count = _NOT_NUMBERS.subn(rb"\1null", piece)
+            what = "values that are not numbers (nan, inf)"
+            if not count:
+                raise
+        result = self._repaired(repaired, decode)
+        self.notes.add(what, count)
+        return result
+
+    def _list(self, piece: bytes) -> list[Event]:
+        if self.all_known:
+            try:
+                return cast(list[Event], self.known_events.decode(piece))
+            except msgspec.ValidationError:
+                self.all_known = False
+        try:
+            return self.events.decode(piece)
+        except msgspec.ValidationError:
+            return self._one_by_one(msgspec.json.decode(piece, type=list[msgspec.Raw]))
+
+    def _list_document(self, piece: bytes) -> _Document:
+        return _Document(trace_events=self._list(piece))
+
+    def _object_document(self, piece: bytes) -> _Document | _KnownDocument:
+        if self.all_known:
+            try:
+                return self.known_document.decode(piece)
+            except msgspec.ValidationError:
+                self.all_known = False
+        try:
+            return self.document.decode(piece)
+        except msgspec.ValidationError as error:
+            try:
+                loose = msgspec.json.decode(piece, type=_LooseDocument)
+            except msgspec.ValidationError:
+                raise TraceError(f"{self.path}: not shaped as a profiler trace ({error}).") from error
+            values = {name: getattr(loose, name) for name in Header.__struct_fields__}
+            return _Document(**values, trace_events=self._one_by_one(loose.trace_events or []))
+
+    def _one_by_one(self, raw: list[msgspec.Raw]) -> list[Event]:
+        """Events decoded each for itself; one that is shaped wrongly becomes an empty event."""
+        return [self._alone(entry) for entry in raw]
+
+    def _alone(self, raw: msgspec.Raw) -> Event:
+        try:
+            return self.event.decode(raw)
+        except msgspec.ValidationError:
+            example = bytes(raw)[:60].decode("utf-8", "replace")
+            self.notes.add("events with values of a wrong type dropped", 1, example)
+            return Event()
+
+    def _damaged(self, error: Exception, offset: int) -> TraceError:
+        text = re.sub(r"byte (\d+)", lambda found: f"byte {int(found[1]) + offset}", str(error))
+        if "truncated" in text:
+            return TraceError(
+                f"{self.path}: the JSON ends early after {len(self.data)} bytes; the file is truncated. Copy it again."
+            )
+        return TraceError(f"{self.path}: not valid JSON ({text}). Export the trace again.")
 
 
-def _parse(data: bytes) -> _Document:
-    if _is_list(data):
-        return _Document(trace_events=msgspec.json.decode(data, type=list[Event]))
-    return msgspec.json.decode(data, type=_Document)
+def _is_list(data: bytes, start: int = 0) -> bool:
+    found = _OPENING.match(data, start)
+    return found is not None and found.group(1) == b"["
 
 
-def _is_list(data: bytes) -> bool:
-    first = re.match(rb"\s*(.)", data)
-    return first is not None and first.group(1) == b"["
-
-
-def _damaged(path: Path, data: bytes, error: Exception) -> TraceError:
-    if "truncated" in str(error):
-        return TraceError(
-            f"{path}: the JSON ends early after {len(data)} bytes; the file is truncated. Copy it again."
-        )
-    if "trailing characters" in str(error):
-        return TraceError(
-            f"{path}: more than one JSON document in the file ({error}). Split it into one file a document."
-        )
-    return TraceError(f"{path}: not valid JSON ({error}). Export the trace again.")
-
-
-def _to_columns(
-    path: Path, data: bytes, document: _Document, notes: dict[str, tuple[int, str]]
-) -> KinetoDocument:
-    events = document.trace_events
-    if events is None:
-        raise TraceError(f"{path}: the JSON has no list `traceEvents`; this is not a profiler trace.")
-    usable = [e for e in events if e.ts is not None]
-    complete = [e for e in usable if e.ph == "X"]
-    instants = [e for e in usable if e.ph in ("i", "I", "C")]
-    if not complete:
-        raise TraceError(
-            f"{path}: none of its {len(events)} events is a slice (`ph: X` with `ts`); nothing to show."
-        )
-    times, durations, instant_times, read_digits = _all_times(path, data, complete, instants)
-    columns = _columns(complete, times, durations)
-    distributed = document.distributed_info if isinstance(document.distributed_info, dict) else {}
-    properties = document.device_properties if isinstance(document.device_properties, list) else []
-    result = KinetoDocument(
-        path=path,
-        complete=columns,
-        instants=instants,
-        instant_times=instant_times,
-        device_properties=[p for p in properties if isinstance(p, dict)],
-        distributed=distributed,
-        extra=document.tracesim if isinstance(document.tracesim, dict) else {},
-        base_ns=integer(document.base_time_nanoseconds, 0),
-        quirks=notes,
-    )
-    missing = sum(1 for e in events if e.ts is None and e.ph == "X")
-    result.note("slices without a time dropped", missing)
-    result.note("begin/end pairs dropped", sum(1 for e in usable if e.ph in ("B", "E")))
-    result.note("times written as strings", sum(1 for e in complete if isinstance(e.ts, str)))
-    result.note("epoch times with a fraction", read_digits)
-    unsorted = int((np.diff(times) < 0).sum())
-    result.note("events not sorted by time", unsorted)
-    negative = columns.duration < 0
-    if negative.any():
-        result.note(
-            "negative durations set to 0", int(negative.sum()), columns.strings[columns.name[negative][0]]
-        )
-        columns.duration = np.maximum(columns.duration, 0)
-    return result
-
-
-def _columns(events: Sequence[Event], times: Int64, durations: Int64) -> Columns:
-    ids: dict[Any, int] = {}
-
-    def intern(values: list[Any]) -> Int64:
-        for value in dict.fromkeys(values):
-            ids.setdefault(value, len(ids))
-        return np.fromiter(map(ids.__getitem__, values), dtype=np.int64, count=len(values))
-
-    name = intern([e.name for e in events])
-    category = intern([e.cat for e in events])
-    process = intern([e.pid for e in events])
-    thread = intern([e.tid for e in events])
-    strings = ["" if value is None else str(value) for value in ids]
-    return Columns(strings, name, category, process, thread, times, durations, [e.args for e in events])
-
-
-def _all_times(
-    path: Path, data: bytes, complete: Sequence[Event], instants: Sequence[Event]
-) -> tuple[Int64, Int64, Int64, int]:
-    """Start and duration of slices, time of instants, and how many were read digit by digit."""
-    coarse = [e for e in complete if isinstance(e.ts, float) and e.ts >= _EXACT_MICROSECONDS]
-    if not coarse:
-        return (
-            _nanoseconds(path, [e.ts for e in complete]),
-            _nanoseconds(path, [e.dur for e in complete]),
-            _nanoseconds(path, [e.ts for e in instants]),
-            0,
-        )
-    events: list[_ExactEvent]
-    if _is_list(data):
-        events = msgspec.json.decode(data, type=list[_ExactEvent])
-    else:
-        events = msgspec.json.decode(data, type=_ExactDocument).trace_events or []
-    usable = [e for e in events if bytes(e.ts) != b"null"]
-    kept = [e for e in usable if e.ph == "X"]
-    others = [e for e in usable if e.ph in ("i", "I", "C")]
-    start = np.array([_exact(path, bytes(e.ts)) for e in kept], dtype=np.int64)
-    return (
-        start,
-        _nanoseconds(path, [e.dur for e in complete]),
-        np.array([_exact(path, bytes(e.ts)) for e in others], dtype=np.int64),
-        len(coarse),
-    )
-
-
-def _nanoseconds(path: Path, values: list[Number]) -> Int64:
-    """Microseconds as ints, floats or strings to int64 nanoseconds; None counts as 0."""
-    kinds = set(map(type, values))
-    if str in kinds:
-        return np.array(
-            [_exact(path, v.encode()) if isinstance(v, str) else round((v or 0) * 1000) for v in values],
-            dtype=np.int64,
-        )
-    if type(None) in kinds:
-        values = [0 if v is None else v for v in values]
-    try:
-        if float in kinds:
-            number = np.array(values, dtype=np.float64)
-            if not np.isfinite(number).all() or (np.abs(number) > 9e15).any():
-                raise OverflowError
-            whole = np.floor(number)
-            return whole.astype(np.int64) * 1000 + np.rint((number - whole) * 1000).astype(np.int64)
-        integers = np.array(values, dtype=np.int64)
-        if len(integers) and np.abs(integers).max() > 9_000_000_000_000_000:
-            raise OverflowError
-        return integers * 1000
-    except OverflowError as error:
-        raise TraceError(
-            f"{path}: a time of {max(values, key=_magnitude)} us is out of range (limit 9e15 us, 285 years). "
-            "Are the times in nanoseconds? Kineto writes microseconds."
-        ) from error
-
-
-def _magnitude(value: Number) -> float:
-    return abs(float(value or 0))
-
-
-def _exact(path: Path, digits: bytes) -> int:
-    try:
-        value = Decimal(digits.decode().strip('" '))
-        nanoseconds = round(value * 1000)
-    except (InvalidOperation, ValueError, OverflowError) as error:
-        raise TraceError(
-            f"{path}: {digits.decode(errors='replace')!r} is not a time in microseconds."
-        ) from error
-    if abs(nanoseconds) > 9_000_000_000_000_000_000:
-        raise TraceError(f"{path}: a time of {value} us is out of range (limit 9e15 us, 285 years).")
-    return nanoseconds
+def _trailing(error: Exception) -> int | None:
+    """Where the bytes begin that follow a document, if they are the error."""
+    found = re.search(r"trailing characters \(byte (\d+)\)", str(error))
+    return int(found.group(1)) - 1 if found else None
 
 
 def integer(value: Any, default: int) -> int:  # noqa: ANN401
     """An int out of what exporters write for one: int, float, ``"12"``, ``"stream 7"``; else the default."""
     if isinstance(value, bool) or value is None:
         return default
-    if isinstance(value, int):
-        return value
     if isinstance(value, float):
-        return int(value) if value == value and abs(value) < 9e18 else default
-    match = re.search(r"-?\d+", str(value))
-    return int(match.group()) if match else default
+        return int(value) if abs(value) < _LARGEST else default
+    if not isinstance(value, int):
+        match = re.search(r"-?\d{1,30}", str(value))
+        if match is None:
+            return default
+        value = int(match.group())
+    return value if abs(value) < _LARGEST else default

@@ -21,6 +21,7 @@ from op_graphs.timeline import (
     Timeline,
     Tracks,
 )
+from tracesim.readers import origins
 
 _RANK_IN_NAME = re.compile(r"(?:rank|worker|trainer|gpu|device)[-_. ]?(\d+)", re.IGNORECASE)
 _FAR_APART_NS = 3_600_000_000_000
@@ -48,9 +49,11 @@ def merge(parts: Sequence[Timeline], name: str) -> Timeline:
     strings = StringTable()
     groups: dict[CommunicationGroup, int] = {}
     tables = _Tables()
+    string_maps = []
     for part, shift in zip(parts, shifts, strict=True):
         string_map = np.array([strings.intern(s) for s in part.strings] + [-1], dtype=np.int32)
         group_map = np.array([groups.setdefault(g, len(groups)) for g in part.groups] + [-1], dtype=np.int32)
+        string_maps.append(string_map)
         tables.add(part, shift, string_map, group_map)
     first = parts[0]
     devices = list(dict.fromkeys(p.device for p in parts if p.device))
@@ -71,6 +74,7 @@ def merge(parts: Sequence[Timeline], name: str) -> Timeline:
         time_base_ns=base,
         quirks=_quirks(parts, notes),
         properties=first.properties,
+        origins=origins.joined(parts, string_maps),
     )
 
 

@@ -26,6 +26,8 @@ class Nesting:
     """Position of the enclosing slice of the same thread, -1 at the top."""
     stride: int
     origin: int
+    shift: int
+    """Bits by which times are cut in ``key``; 0 unless the threads' spans would not fit 63 bits."""
 
     @classmethod
     def build(cls, thread: Int32, start: Int64, end: Int64) -> Nesting:
@@ -35,13 +37,19 @@ class Nesting:
         start, end = start[order], end[order]
         origin = int(start.min()) if len(start) else 0
         stride = int(end.max()) - origin + 2 if len(end) else 1
-        return cls(order, number * stride + (start - origin), end, _parents(number, end), stride, origin)
+        # Times of all threads one after another must fit 63 bits: a file with one event at the epoch spans decades.
+        threads = int(number[-1]) + 1 if len(number) else 1
+        shift = max(0, (stride * threads).bit_length() - 62)
+        stride = (stride >> shift) + 2
+        key = number * stride + (start - origin >> shift)
+        return cls(order, key, end, _parents(number, end), stride, origin, shift)
 
     def innermost(self, thread: Int32, time: Int64) -> Int64:
         """Position of the innermost slice around each instant of a thread, -1 where there is none."""
         if not len(self.key):
             return np.full(len(time), -1, dtype=np.int64)
-        offset = np.clip(time - self.origin, -1, self.stride - 1)
+        distance = np.where(time < self.origin, -1, np.maximum(time, self.origin) - self.origin)
+        offset = np.minimum(distance >> self.shift, self.stride - 1)
         base = thread.astype(np.int64) * self.stride
         found = np.searchsorted(self.key, base + offset, side="right") - 1
         found[(found >= 0) & (self.key[found] < base)] = -1

@@ -27,7 +27,8 @@ from op_graphs.timeline import (
 )
 from op_graphs.vocabulary import FlowKind, MemoryCategory, TrackRole
 from tracesim.readers import kineto_arguments as arguments
-from tracesim.readers.kineto_json import KinetoDocument, integer
+from tracesim.readers.kineto_columns import KinetoDocument
+from tracesim.readers.kineto_json import integer
 from tracesim.readers.launches import launch_rows
 from tracesim.readers.memory_events import memory_counters
 
@@ -83,7 +84,9 @@ def build(document: KinetoDocument) -> Timeline:
         device=str(properties[0].get("name", "")) if properties else "",
         world_size=integer(document.distributed.get("world_size"), 0),
         time_base_ns=base,
-        quirks=tuple(Quirk(n, count, example) for n, (count, example) in sorted(document.quirks.items())),
+        quirks=tuple(
+            Quirk(n, count, example) for n, (count, example) in sorted(document.notes.found.items())
+        ),
         properties={str(k): str(v) for k, v in (extra.get("properties") or {}).items()},
         strings=strings.strings(),
     )
@@ -111,14 +114,14 @@ def _slices(
         microbatch=facts.microbatch,
         flops=facts.flops,
         bytes=facts.bytes,
-        communication=facts.communication,
-        communication_bytes=facts.communication_bytes,
-        group=facts.group,
+        communication=facts.transfers.communication,
+        communication_bytes=facts.transfers.bytes,
+        group=facts.transfers.group,
         wait=facts.wait,
         waited_for=np.full(len(kept), SLICE_DEFAULTS["waited_for"]),
         correlation=arguments.integers([a.correlation for a in rows]),
     )
-    return slices, facts.groups
+    return slices, facts.transfers.groups
 
 
 def _tracks(

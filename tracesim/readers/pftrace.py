@@ -20,6 +20,7 @@ from op_graphs.timeline import (
     CounterSamples,
     CounterTracks,
     Flows,
+    Origins,
     Quirk,
     Ranks,
     Slices,
@@ -30,6 +31,7 @@ from op_graphs.timeline import (
 from op_graphs.vocabulary import Communication, OpKind, Phase
 from tracesim.errors import TraceError
 from tracesim.readers import protobuf_columns as protobuf
+from tracesim.readers.pftrace_origins import Begins, OriginReader
 from tracesim.readers.sources import Source
 
 FACTS_EVENT = b"trace facts"
@@ -43,7 +45,9 @@ _BEGIN, _END, _COUNTER = 1, 2, 4
 
 _MESSAGES = frozenset({_EVENT, _ANNOTATION})
 _FIXED = frozenset({_TYPE, _ANNOTATION_NAME, (10,), (13,)})
-_INTEGER, _DOUBLE, _STRING_IID = 4, 5, 17
+_CATEGORY = (11, 3)
+_BOOL, _INTEGER, _DOUBLE, _STRING_IID = 2, 4, 5, 17
+_VALUE_FIELDS = (_BOOL, _INTEGER, _DOUBLE, _STRING_IID)
 
 _LARGEST_ID = 1 << 27
 
@@ -94,12 +98,13 @@ def _read(source: Source) -> Timeline:
 class _Interned:
     """The three tables of interned strings, by iid."""
 
+    categories: dict[int, str] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     annotations: dict[int, str] = field(default_factory=dict)
     values: dict[int, str] = field(default_factory=dict)
 
     def add(self, data: bytes) -> None:
-        tables = {(2,): self.names, (3,): self.annotations, (29,): self.values}
+        tables = {(1,): self.categories, (2,): self.names, (3,): self.annotations, (29,): self.values}
         for path, value in protobuf.message_values(data):
             if path in tables and isinstance(value, bytes):
                 entry = dict(protobuf.message_values(value))
@@ -116,6 +121,7 @@ class _Begins:
     annotations: list[tuple[int, int, npt.NDArray[np.uint64]]]
     """Interned name, field number of the value, values."""
     flows: list[npt.NDArray[np.uint64]]
+    categories: npt.NDArray[np.uint64] | None = None
 
 
 class _Events:
@@ -172,7 +178,9 @@ class _Events:
         if kind == _BEGIN:
             flows = [shape.column(f) for f in shape.fields if f.path == _FLOW]
             names = shape.column(by_path[_NAME]).astype(np.int64)
-            self.begins.append(_Begins(shape.packets, names, _annotations(shape), flows))
+            at = by_path.get(_CATEGORY)
+            categories = None if at is None else shape.column(at)
+            self.begins.append(_Begins(shape.packets, names, _annotations(shape), flows, categories))
 
     def timeline(self, source: Source) -> Timeline:
         facts = _Facts.parse(self.facts, source)
@@ -185,6 +193,7 @@ class _Events:
         start, duration = time[begin_row], time[end_row] - time[begin_row]
         columns = self._columns(rows, facts, strings)
         flows = self._flows(rows, start)
+        origins = self._origins(rows, lane_track, strings) if source.keep_origins else None
         tracks = Tracks(name=_ids(facts.track_names, strings), **facts.tracks)
         counter_tracks = CounterTracks(name=_ids(facts.counter_names, strings), **facts.counter_columns)
         return Timeline(
@@ -196,6 +205,7 @@ class _Events:
             counter_tracks=counter_tracks,
             counter_samples=self._counters(facts),
             steps=Steps(**facts.steps),
+            origins=origins,
             **facts.rest,
         )
 
@@ -217,6 +227,17 @@ class _Events:
                 if column in columns and name != "waited_for":
                     columns[column][at] = self._values(name, number, words, facts, strings)
         return columns
+
+    def _origins(self, rows: Int64, track: Int32, strings: StringTable) -> Origins | None:
+        """What the trace was converted from says of its slices; None if it was not converted."""
+        if "origins" not in self.facts:
+            return None
+        interned = self.interned
+        reader = OriginReader(
+            self.facts["origins"], interned.annotations, interned.values, interned.categories, strings
+        )
+        shapes = [Begins(np.searchsorted(rows, b.packets), b.categories, b.annotations) for b in self.begins]
+        return reader.read(shapes, track)
 
     def _values(
         self, name: str, number: int, words: npt.NDArray[np.uint64], facts: _Facts, strings: StringTable
@@ -273,7 +294,7 @@ def _annotations(shape: protobuf.Shape) -> list[tuple[int, int, npt.NDArray[np.u
     for entry in shape.fields:
         if entry.path == _ANNOTATION_NAME:
             name = int(shape.column(entry)[0])
-        elif entry.path[:2] == _ANNOTATION and entry.path[-1] in (_INTEGER, _DOUBLE, _STRING_IID):
+        elif entry.path[:2] == _ANNOTATION and entry.path[-1] in _VALUE_FIELDS:
             found.append((name, entry.path[-1], shape.column(entry)))
     return found
 

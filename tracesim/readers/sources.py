@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tracesim.errors import TraceError
@@ -15,7 +14,9 @@ DECOMPRESSION_LIMIT = 8 << 30
 """Bytes a compressed trace may unpack to; far above real traces, far below what an archive bomb unpacks to."""
 
 _CHUNK = 16 << 20
+_PACKED_CHUNK = 32 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SKIPPED_SUFFIXES = {".yaml", ".yml", ".csv", ".md", ".txt", ".png", ".svg", ".html", ".log", ".py"}
 
@@ -26,6 +27,10 @@ class Source:
 
     path: Path
     data: bytes
+    keep_origins: bool = False
+    """Whether the reader shall fill :attr:`Timeline.origins` and keep every slice, for a conversion."""
+    progress: Callable[[int], None] = field(default=lambda done: None, compare=False, repr=False)
+    """Is told how many of the bytes a reader has worked through."""
 
 
 def trace_files(path: Path) -> tuple[list[Path], bool]:
@@ -54,11 +59,12 @@ def trace_files(path: Path) -> tuple[list[Path], bool]:
     return found, True
 
 
-def load(path: Path) -> Source:
-    """A file's bytes, unpacked if it is gzip (told by content, not by name).
+def load(path: Path, progress: Callable[[int], None] = lambda done: None) -> Source:
+    """A file's bytes, unpacked if it is gzip or Zstandard (told by content, not by name).
 
     Raises:
-        TraceError: if it cannot be read, is empty, a git-LFS pointer, damaged gzip, or unpacks over the limit.
+        TraceError: if it cannot be read, is empty, a git-LFS pointer, damaged, unpacks over the limit, or is Zstandard
+            where the package for it is missing.
     """
     try:
         data = path.read_bytes()
@@ -67,7 +73,9 @@ def load(path: Path) -> Source:
             f"{path}: cannot be read ({error.strerror}). Check the path and its permissions."
         ) from error
     if data.startswith(_GZIP_MAGIC):
-        data = _unpack(path, data)
+        data = _unpack(path, data, "gzip", _gzip_pieces(data), progress)
+    elif data.startswith(_ZSTD_MAGIC):
+        data = _unpack(path, data, "Zstandard", _zstd_pieces(path, data), progress)
     if not data or (data[:1].isspace() and not data.strip()):
         raise TraceError(f"{path}: the file is empty. Export the trace again.")
     if data.startswith(_LFS_POINTER):
@@ -77,13 +85,16 @@ def load(path: Path) -> Source:
     return Source(path, data)
 
 
-def _unpack(path: Path, packed: bytes) -> bytes:
-    pieces = []
+def _unpack(
+    path: Path, packed: bytes, form: str, pieces: Iterator[bytes], progress: Callable[[int], None]
+) -> bytes:
+    unpacked: list[bytes] = []
     size = 0
     try:
-        for piece in _members(packed):
-            pieces.append(piece)
+        for piece in pieces:
+            unpacked.append(piece)
             size += len(piece)
+            progress(size)
             if size > DECOMPRESSION_LIMIT:
                 raise TraceError(
                     f"{path}: unpacks to more than {DECOMPRESSION_LIMIT / 2**30:g} GiB from {len(packed)} bytes. "
@@ -91,17 +102,54 @@ def _unpack(path: Path, packed: bytes) -> bytes:
                 )
     except EOFError as error:
         raise TraceError(
-            f"{path}: the gzip stream ends early after {size} unpacked bytes; the file is truncated. Copy it again."
+            f"{path}: the {form} stream ends early after {size} unpacked bytes; the file is truncated. "
+            "Copy it again."
         ) from error
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise TraceError(f"{path}: damaged gzip ({error}). Copy or export the trace again.") from error
-    return b"".join(pieces)
+    except (zlib.error, _DamagedZstdError) as error:
+        raise TraceError(f"{path}: damaged {form} ({error}). Copy or export the trace again.") from error
+    return unpacked[0] if len(unpacked) == 1 else b"".join(unpacked)
 
 
-def _members(packed: bytes) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=io.BytesIO(packed)) as stream:
-        while piece := stream.read(_CHUNK):
-            yield piece
+class _DamagedZstdError(Exception):
+    """Zstandard's own error, whose class is only there with the package."""
+
+
+def _gzip_pieces(packed: bytes) -> Iterator[bytes]:
+    """The pieces of all members; zlib itself checks their sums, which :mod:`gzip` would do in a second pass.
+
+    Raises:
+        EOFError: if the last member is cut off.
+        zlib.error: if a member is damaged; bytes after the last member that begin none are left out.
+    """
+    at = 0
+    while packed.startswith(_GZIP_MAGIC, at):
+        member = zlib.decompressobj(wbits=31)
+        while not member.eof:
+            taken = packed[at : at + _PACKED_CHUNK]
+            if not taken:
+                raise EOFError
+            piece = member.decompress(taken, DECOMPRESSION_LIMIT + 1)
+            at += len(taken) - len(member.unconsumed_tail) - len(member.unused_data)
+            if piece:
+                yield piece
+
+
+def _zstd_pieces(path: Path, packed: bytes) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise TraceError(
+            f"{path}: packed with Zstandard, and the package to unpack it is not installed. "
+            "Run `pip install tracesim[zstd]`, or unpack it with `zstd -d`."
+        ) from error
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(
+            io.BytesIO(packed), read_across_frames=True
+        ) as stream:
+            while piece := stream.read(_CHUNK):
+                yield piece
+    except zstandard.ZstdError as error:
+        raise _DamagedZstdError(str(error)) from error
 
 
 def describe_paths(paths: Sequence[Path]) -> str:
