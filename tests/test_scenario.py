@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
 from pathlib import Path
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from op_graphs.plan import OverlapPlan, ParallelPlan, Recompute, TrainingPlan
 from op_graphs.stage_layout import layers_per_stage
 from op_graphs.vocabulary import DType
-from tracesim.errors import ScenarioError
+from tests.scenario_mappings import SMALL, problems_of, scenario
 from tracesim.scenario import (
     list_scenarios,
     load_scenario,
@@ -25,30 +24,6 @@ from tracesim.scenario import (
 from tracesim.scenario_fields import FIELDS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "scenarios.md"
-SMALL = {
-    "model": "llama3-8b",
-    "hardware": "h100-sxm",
-    "parallel": {"tp": 2, "sp": True, "pp": 4, "dp": 8},
-    "training": {"global_batch_size": 64},
-}
-
-
-def scenario(**sections):
-    """SMALL with some keys replaced; a key of a section is written section__key."""
-    mapping = copy.deepcopy(SMALL)
-    for path, value in sections.items():
-        *outer, key = path.split("__")
-        inner = mapping
-        for part in outer:
-            inner = inner.setdefault(part, {})
-        inner[key] = value
-    return mapping
-
-
-def problems_of(source, overrides=()):
-    with pytest.raises(ScenarioError) as caught:
-        load_scenario(source, overrides)
-    return str(caught.value)
 
 
 def test_every_field_but_model_hardware_and_the_batch_has_a_default():
@@ -244,10 +219,6 @@ def test_a_precision_the_machine_has_no_rate_for_is_refused():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"parallel__layout": "Et*3|t*4L"},
-            "parallel.layout: Et*3|t*4L (from scenario) is not simulated yet",
-        ),
         ({"training__dtype": "mxfp8"}, "is not simulated yet; available: bf16, fp16, fp32"),
     ],
 )
@@ -255,61 +226,6 @@ def test_a_legal_value_that_is_not_built_is_refused_alone(changes, said):
     found = problems_of(scenario(**changes))
     assert said in found
     assert found.startswith("scenario has a problem:")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"parallel__ep": 2}, "parallel.ep: 2 (from scenario) llama3-8b has no experts; set it to 1"),
-        ({"parallel__etp": 2}, "parallel.etp: 2 (from scenario) llama3-8b has no experts; set it to 1"),
-        (
-            {"model": "mixtral-8x7b", "parallel__ep": 3, "parallel__dp": 3},
-            "parallel.ep: 3 (from scenario) does not divide the 8 experts of mixtral-8x7b; nearest: 2",
-        ),
-        (
-            {"model": "mixtral-8x7b", "parallel__ep": 8, "parallel__dp": 2},
-            "parallel.ep: 8 (from scenario) times etp = 1 does not divide the tp * cp * dp = 2 * 1 * 2 = 4 ranks of a "
-            "stage; nearest ep: 4",
-        ),
-        (
-            {"model": "mixtral-8x7b", "parallel__sp": False},
-            "parallel.sp: false (from scenario) experts with tp = 2 need sequence parallelism",
-        ),
-        (
-            {"parallel__cp": 8, "parallel__cp_comm": "a2a"},
-            "parallel.cp: 8 (from scenario) does not divide the 4 key-value heads of a rank (tp = 2), over which a2a "
-            "spreads; nearest: 4, or cp_comm: p2p",
-        ),
-        (
-            {"parallel__cp": 3, "parallel__cp_comm": "a2a+p2p", "training__seq_len": 4128},
-            "has no divisor that the 4 key-value heads of a rank divide by",
-        ),
-        (
-            {"parallel__cp": 2, "training__attention": "unfused"},
-            "training.attention: unfused (from scenario) cannot run with cp > 1; set attention: flash",
-        ),
-        (
-            {"model": "gpt-oss-20b", "parallel__cp": 2},
-            "parallel.cp_comm: p2p (default) cannot run the attention windows of gpt-oss-20b; use a2a or allgather",
-        ),
-        ({"parallel__zero": 2}, "parallel.zero: 2 (from scenario) scatters gradients after every microbatch"),
-        ({"parallel__hsdp_shard": 8}, "needs zero: 3, zero is 1; leave it out"),
-        (
-            {"parallel__hsdp_shard": 3, "parallel__zero": 3},
-            "parallel.hsdp_shard: 3 (from scenario) does not divide the dp * cp = 8 data-parallel ranks; nearest: 2",
-        ),
-        (
-            {"training__recompute": {"modules": ["moe_act"]}},
-            "moe_act (from scenario) llama3-8b has no such module; it has core_attn, layernorm, mlp",
-        ),
-        (
-            {"model": "mixtral-8x7b", "training__recompute": {"modules": ["moe", "moe_act"]}},
-            "recomputes the experts whole; leave out moe_act and shared_experts",
-        ),
-    ],
-)
-def test_experts_context_parallelism_sharding_and_recompute_have_rules(changes, said):
-    assert said in problems_of(scenario(**changes))
 
 
 def test_all_problems_are_told_at_once():

@@ -61,6 +61,8 @@ def output_folder(path: str | os.PathLike[str]) -> Path:
     Raises:
         OutputError: if a file is in the way or the folder is not writable; the message says what to do.
     """
+    if not os.fspath(path):
+        raise OutputError("the output folder has an empty name; give a path, or . for the present folder")
     folder = Path(path)
     probe = folder / f".tracesim-{os.getpid()}-{next(_serial)}.partial"
     try:
