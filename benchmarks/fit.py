@@ -3,9 +3,13 @@
 ``python -m benchmarks.fit PATH... [--json]``. A PATH is a file of measured rows, as for ``benchmarks.accuracy``.
 
 Fitted is ``training_clock_ratio``: how much slower matrix products and attention run in a sustained training step than
-in back-to-back runs of one kernel. It is fitted on the *slope* of the iteration time over the number of microbatches,
-so that fixed costs (optimizer, gradient reduction) cannot hide in it, and only on layouts without tensor parallelism,
-whose kernels take milliseconds: neither communication nor kernel launches can explain a difference there.
+in back-to-back runs of one kernel. Only layouts without tensor parallelism count, on one node, with a hidden size of
+at least 4,096: their kernels take milliseconds, so that neither communication nor kernel launches can explain much.
+
+Where a layout was run with several counts of microbatches, the *slope* of the iteration time over the count is fitted,
+so that fixed costs (optimizer, gradient reduction) cannot hide in it. Sources that run each layout once are fitted by
+level: the upper quartile over their rows of the ratio that each row asks for, since whatever else slows a row down
+makes it ask for less.
 """
 
 from __future__ import annotations
@@ -13,9 +17,10 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean, quantiles
 
 import click
 
@@ -25,24 +30,27 @@ from benchmarks.rows.dispatch import source_name
 from tracesim.scenario import Scenario
 from tracesim.simulate import simulate
 
-_STEPS = 20
+_LEAST_HIDDEN = 4096
+_NODE = 8
+_LEAST_ROWS = 4
 
 
 @dataclass(frozen=True)
 class ClockFit:
-    """The ratio one layout asks for."""
+    """The ratio a layout, or the rows of a machine, ask for."""
 
     source: str
+    hardware: str
     layout: str
-    microbatches: tuple[int, int]
-    measured_slope_ms: float
-    slope_at_full_clock_ms: float
+    measured_ms: float
+    """Slope a microbatch, or mean iteration time."""
+    at_full_clock_ms: float
     ratio: float
 
 
 def fit_training_clock(files: Sequence[Path]) -> list[ClockFit]:
-    """One fit for each source and layout with tp = 1 and at least two counts of microbatches."""
-    fits = []
+    """One fit by slope for each layout with several counts of microbatches; else one by level for each machine."""
+    fits: list[ClockFit] = []
     for path in files:
         rows, source = read_rows(path)
         file = RowFile(path, source)
@@ -52,39 +60,73 @@ def fit_training_clock(files: Sequence[Path]) -> list[ClockFit]:
                 measured = express(row, index, file)
             except RowSkippedError:
                 continue
-            scenario = measured.scenario
-            if measured.time_ms and scenario.parallel.tp == 1:
-                fixed = replace(scenario.training, num_microbatches=1)
-                layouts[source_name(row, file), repr((scenario.parallel, fixed))].append(measured)
-        fits += [
-            _fit(name, found) for (name, _), found in layouts.items() if _counts(found)[0] < _counts(found)[1]
+            if measured.time_ms and measured.smaller is None and _is_compute_bound(measured.scenario):
+                training = replace(measured.scenario.training, num_microbatches=1)
+                key = repr((measured.scenario.model, measured.scenario.parallel, training))
+                layouts[source_name(row, file), key].append(measured)
+        by_slope = [
+            _fit_slope(name, found)
+            for (name, _), found in layouts.items()
+            if len({row.scenario.training.num_microbatches for row in found}) > 1
         ]
+        fits += by_slope or _fit_levels(layouts)
     return fits
 
 
-def _counts(rows: Sequence[MeasuredRow]) -> tuple[int, int]:
-    counts = [row.scenario.training.num_microbatches for row in rows]
-    return min(counts), max(counts)
+def _is_compute_bound(scenario: Scenario) -> bool:
+    return (
+        scenario.parallel.tp == 1
+        and scenario.parallel.world_size <= _NODE
+        and scenario.model.hidden_size >= _LEAST_HIDDEN
+    )
 
 
-def _fit(source: str, rows: Sequence[MeasuredRow]) -> ClockFit:
+def _fit_slope(source: str, rows: Sequence[MeasuredRow]) -> ClockFit:
+    """The ratio at which the predicted time a microbatch is the measured one."""
     ordered = sorted(rows, key=lambda row: row.scenario.training.num_microbatches)
     few, many = ordered[0], ordered[-1]
-    counts = _counts(rows)
+    counts = few.scenario.training.num_microbatches, many.scenario.training.num_microbatches
     span = counts[1] - counts[0]
     assert few.time_ms is not None
     assert many.time_ms is not None
     measured = (many.time_ms - few.time_ms) / span
+    full, half = (
+        (_time_ms(many.scenario, clock) - _time_ms(few.scenario, clock)) / span for clock in (1.0, 0.5)
+    )
+    layout = f"{few.label}, {counts[0]} to {counts[1]} microbatches"
+    return ClockFit(
+        source, few.scenario.hardware.name, layout, measured, full, round(_ratio(measured, full, half), 3)
+    )
 
-    def slope(ratio: float) -> float:
-        return (_time_ms(many.scenario, ratio) - _time_ms(few.scenario, ratio)) / span
 
-    low, high = 0.5, 1.5
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        # A higher clock makes the slope smaller.
-        low, high = (middle, high) if slope(middle) > measured else (low, middle)
-    return ClockFit(source, few.label, counts, measured, slope(1.0), round((low + high) / 2, 3))
+def _fit_levels(layouts: Mapping[tuple[str, str], Sequence[MeasuredRow]]) -> list[ClockFit]:
+    """One fit for each source and machine with at least four rows."""
+    machines: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
+    for (source, _), rows in layouts.items():
+        for row in rows:
+            assert row.time_ms is not None
+            full, half = _time_ms(row.scenario, 1.0), _time_ms(row.scenario, 0.5)
+            ratio = _ratio(row.time_ms, full, half)
+            machines[source, row.scenario.hardware.name].append((row.time_ms, full, ratio))
+    return [
+        ClockFit(
+            source,
+            hardware,
+            f"{len(found)} rows on one node",
+            mean(measured for measured, _, _ in found),
+            mean(predicted for _, predicted, _ in found),
+            round(quantiles([ratio for _, _, ratio in found], n=4, method="inclusive")[2], 3),
+        )
+        for (source, hardware), found in machines.items()
+        if len(found) >= _LEAST_ROWS
+    ]
+
+
+def _ratio(measured: float, full: float, half: float) -> float:
+    """The clock that explains a time, from the times at full and at half the clock."""
+    # Half the clock adds once more what runs at the clock.
+    clocked = half - full
+    return clocked / (measured - (full - clocked))
 
 
 def _time_ms(scenario: Scenario, ratio: float) -> float:
@@ -106,11 +148,10 @@ def main(paths: tuple[Path, ...], as_json: bool) -> None:
         click.echo(json.dumps([vars(fit) for fit in fits], indent=2))
         return
     for fit in fits:
-        residual = 100 * (fit.slope_at_full_clock_ms / fit.measured_slope_ms - 1)
+        residual = 100 * (fit.at_full_clock_ms / fit.measured_ms - 1)
         click.echo(
-            f"{fit.source}: {fit.layout}, {fit.microbatches[0]} to {fit.microbatches[1]} microbatches: "
-            f"{fit.measured_slope_ms:.2f} ms a microbatch measured, {fit.slope_at_full_clock_ms:.2f} at full clock "
-            f"({residual:+.1f} %), training_clock_ratio {fit.ratio}"
+            f"{fit.source}, {fit.hardware}: {fit.layout}: {fit.measured_ms:.2f} ms measured, "
+            f"{fit.at_full_clock_ms:.2f} at full clock ({residual:+.1f} %), training_clock_ratio {fit.ratio}"
         )
 
 

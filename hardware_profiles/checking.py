@@ -37,6 +37,9 @@ IDENTITY: dict[str, tuple[str, ...]] = {
 }
 """What makes two measurements of one table the same; the same thing measured twice is an error."""
 
+_BY_DTYPE = ("peak_tflops", "dtype_ratio")
+"""Tables with a figure for each element type."""
+
 _FIGURES_IN_ONE = ("gemm.tiles", *IDENTITY)
 """Tables that have one source for all their rows."""
 
@@ -175,13 +178,14 @@ class Check:
         for key, entry in value.items():
             if not isinstance(key, str):
                 self.errors.append(f"{path}.{key}: the key is not text; put it in quotes")
-            elif field.name == "peak_tflops" and key not in DTYPES:
+            elif field.name in _BY_DTYPE and key not in DTYPES:
                 guess = nearest(key, DTYPES) or f"; valid keys: {', '.join(DTYPES)}"
                 self.errors.append(f"{path}.{key}: unknown dtype (value {_show(entry)}){guess}")
             elif kind is str:
                 entries[key] = self._read_text(entry, f"{path}.{key}", "")
             else:
-                entries[key] = self._read_number(kind, entry, f"{path}.{key}", _POSITIVE)
+                limit = _FRACTION if field.name.endswith("_ratio") else _POSITIVE
+                entries[key] = self._read_number(kind, entry, f"{path}.{key}", limit)
         return entries
 
     def _read_text(self, value: object, path: str, name: str) -> object:

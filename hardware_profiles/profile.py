@@ -42,6 +42,8 @@ class GemmFigures:
     """Share of the dense peak of a grouped GEMM launched expert by expert; 0 means as ``sustained_efficiency``."""
     grouped_exposed_traffic: float = 1.0
     """Share of the memory traffic of such a grouped GEMM that is not hidden behind the work of other experts."""
+    dtype_ratio: Mapping[str, float] = field(default_factory=dict)
+    """Share of the peak that operands of a dtype reach over the share that bf16 reaches; 1 where nothing is given."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,10 @@ class AttentionFigures:
     """Cost that does not scale with the work."""
     wide_head_ratio: float = 0.82
     """Efficiency at unequal query and value head sizes (192/128) over that at 128/128."""
+    flash_2_ratio: float = 0.0
+    """Rate of FlashAttention-2 over that of the machine's best kernel; 0 where it is not known."""
+    flash_1_ratio: float = 0.0
+    """Rate of the first FlashAttention (and its Triton version) over the best kernel's; 0 where it is not known."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from .parameters import ParameterTensor
 from .plan import ParallelPlan
+from .precision import quantized_elements
 from .vocabulary import Dimension
 
 _MINIMUM_BUCKET_ELEMENTS = 40_000_000
@@ -28,6 +29,8 @@ class Bucket:
     elements: int
     modules: tuple[str, ...]
     """Modules whose parameters lie in the bucket."""
+    quantized_elements: int = 0
+    """Elements of weights that a low-precision recipe quantises."""
     unit: str = ""
     """Layer number, ``embedding`` or ``head``, where a bucket is one unit of a sharded model."""
 
@@ -57,15 +60,16 @@ def _form(
 ) -> list[Bucket]:
     limit = max(_MINIMUM_BUCKET_ELEMENTS, _ELEMENTS_PER_RANK * group_size)
     buckets: list[Bucket] = []
-    elements, modules = 0, dict[str, None]()
+    elements, quantized, modules = 0, 0, dict[str, None]()
     for tensor in reversed(tensors):
         elements += tensor.elements
+        quantized += quantized_elements([tensor])
         modules[parameter_module(tensor)] = None
         if split and elements >= limit:
-            buckets.append(Bucket(dimension, elements, tuple(modules)))
-            elements, modules = 0, {}
+            buckets.append(Bucket(dimension, elements, tuple(modules), quantized))
+            elements, quantized, modules = 0, 0, {}
     if elements:
-        buckets.append(Bucket(dimension, elements, tuple(modules)))
+        buckets.append(Bucket(dimension, elements, tuple(modules), quantized))
     return buckets
 
 
@@ -75,19 +79,25 @@ def form_units(tensors: Sequence[ParameterTensor]) -> tuple[Bucket, ...]:
     Parameters outside of layers form a unit with others of the same end of the model.
     """
     elements: dict[tuple[str, Dimension], int] = {}
+    quantized: dict[tuple[str, Dimension], int] = {}
     modules: dict[tuple[str, Dimension], dict[str, None]] = {}
     for tensor in reversed(tensors):
         key = (unit_of(tensor), Dimension.EDP if tensor.is_expert else Dimension.DP)
         elements[key] = elements.get(key, 0) + tensor.elements
+        quantized[key] = quantized.get(key, 0) + quantized_elements([tensor])
         modules.setdefault(key, {})[parameter_module(tensor)] = None
     return tuple(
-        Bucket(dimension, count, tuple(modules[unit, dimension]), unit)
+        Bucket(dimension, count, tuple(modules[unit, dimension]), quantized[unit, dimension], unit)
         for (unit, dimension), count in elements.items()
     )
 
 
 def unit_of(tensor: ParameterTensor) -> str:
-    """The unit a parameter is sharded in: its layer, or its end of the model."""
+    """The unit a parameter is sharded in: its layer, or its end of the model, or of the vision encoder."""
+    if tensor.in_vision:
+        if tensor.layer >= 0:
+            return f"vision.{tensor.layer}"
+        return "vision_embedding" if ".embedding." in tensor.name else "vision_projection"
     if tensor.layer >= 0:
         return str(tensor.layer)
     return "head" if tensor.name.startswith(("decoder.", "output_layer")) else "embedding"

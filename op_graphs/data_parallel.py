@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 from .buckets import Bucket, form_buckets, form_units
 from .lowering_context import LoweringContext
+from .optimizers import OPTIMIZERS, OptimizerShard
+from .optimizers.shard import Part
 from .parameters import ParameterTensor
+from .plan import OptimizerDTypes
+from .precision import quantized_elements
 from .program import ProgramBuilder
 from .vocabulary import Communication, Dimension, DType, MemoryCategory, OpKind, Phase
-
-STATES_PER_PARAMETER = {"adam": 2, "sgd": 1}
-"""fp32 moments an optimizer keeps for each parameter, beside the master weight."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class DataParallelism:
     @property
     def reshards(self) -> bool:
         """Whether weights are dropped behind every unit and gathered again."""
-        return self.zero == 3 and self.context.parallel.pp == 1
+        return self.context.parallel.reshards
 
     @property
     def reduces_every_microbatch(self) -> bool:
@@ -87,8 +88,8 @@ class DataParallelism:
         context = self.context
         whole = sum(tensor.elements for tensor in tensors)
         sharded = self.sharded_elements(tensors)
-        states = STATES_PER_PARAMETER[context.training.optimizer]
-        master = context.dtype is not DType.FP32
+        states = OPTIMIZERS[context.training.optimizer].state_bytes(self.optimizer_shard(tensors))
+        master = 0.0 if context.dtype is DType.FP32 else context.training.optimizer_dtypes.master.itemsize
         if self.zero == 3:
             # The sharded parameter is the fp32 master; computing copies are gathered in the training dtype.
             gathered = 0 if self.reshards else context.item * whole
@@ -96,21 +97,50 @@ class DataParallelism:
             return {
                 MemoryCategory.WEIGHTS: round(4 * sharded + gathered),
                 MemoryCategory.GRADIENTS: round(gradients),
-                MemoryCategory.OPTIMIZER_STATES: round(4 * states * sharded),
+                MemoryCategory.OPTIMIZER_STATES: round(states),
             }
         gradient_elements = sharded if self.zero == 2 else whole
         return {
-            MemoryCategory.WEIGHTS: round(context.item * whole),
+            MemoryCategory.WEIGHTS: round(context.item * (whole - self._replaced_elements(tensors))),
             MemoryCategory.GRADIENTS: round(context.gradient_dtype.itemsize * gradient_elements),
-            MemoryCategory.OPTIMIZER_STATES: round(4 * (states + master) * sharded),
+            MemoryCategory.OPTIMIZER_STATES: round(states + master * sharded),
         }
 
     def sharded_elements(self, tensors: list[ParameterTensor]) -> float:
         """Elements of this rank's shard of the parameters."""
-        return sum(
-            tensor.elements / self.shard_size(Dimension.EDP if tensor.is_expert else Dimension.DP)
-            for tensor in tensors
+        return self.optimizer_shard(tensors).elements
+
+    def optimizer_shard(self, tensors: list[ParameterTensor]) -> OptimizerShard:
+        """What this rank's optimizer updates, and how."""
+        ranks = {dimension: self.shard_size(dimension) for dimension in (Dimension.DP, Dimension.EDP)}
+        parts = (
+            Part(tensor, ranks[Dimension.EDP if tensor.is_expert else Dimension.DP]) for tensor in tensors
         )
+        dtype = DType.FP32 if self.copies_gradients else self.context.gradient_dtype
+        return OptimizerShard(self.context, tuple(parts), dtype, self.shard_group)
+
+    @property
+    def copies_gradients(self) -> bool:
+        """Whether the step copies gradients of two bytes to fp32 first.
+
+        Megatron-Core ``optimizer.py`` and ``distrib_optimizer.py`` do, unless a precision-aware optimizer reads them as
+        they are; FSDP's sharded gradients are fp32 already.
+        """
+        training = self.context.training
+        aware = training.optimizer_dtypes != OptimizerDTypes()
+        return self.context.gradient_dtype.itemsize < 4 and self.zero < 3 and not aware
+
+    def quantized_weight_bytes(self, tensors: list[ParameterTensor]) -> int:
+        """Bytes of the quantised copies of weights that stay over a step; none where weights are gathered anew."""
+        recipe = self.context.recipe
+        if recipe is None or self.reshards:
+            return 0
+        return round(recipe.weight_size(quantized_elements(tensors)))
+
+    def _replaced_elements(self, tensors: list[ParameterTensor]) -> int:
+        """Elements of weights that exist in quantised form only."""
+        quantized_only = self.context.recipe is not None and self.context.training.fp8_param_gather
+        return quantized_elements(tensors) if quantized_only else 0
 
     # -- communication ---------------------------------------------------------------------------------------
 
@@ -171,7 +201,7 @@ class DataParallelism:
         row = builder.collective(
             "parameter_all_gather",
             Communication.ALL_GATHER,
-            self.context.item * bucket.elements,
+            self.gathered_bytes(bucket),
             bucket.dimension,
             self.shard_group(bucket.dimension),
             after=after,
@@ -180,6 +210,14 @@ class DataParallelism:
         )
         builder.layer, builder.module = layer, module
         return row
+
+    def gathered_bytes(self, bucket: Bucket) -> float:
+        """Bytes of the weights of a bucket as they are gathered."""
+        context, recipe = self.context, self.context.recipe
+        if recipe is None or not context.training.fp8_param_gather:
+            return context.item * bucket.elements
+        whole = bucket.elements - bucket.quantized_elements
+        return context.item * whole + recipe.gathered_weight_bytes * bucket.quantized_elements
 
     def gathers(self, bucket: Bucket) -> bool:
         """Whether the weights of a bucket have to be gathered at all."""

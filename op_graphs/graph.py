@@ -51,6 +51,8 @@ class AttentionShape:
     dtype: DType = DType.BF16
     window: int = 0
     """Sliding-window length in tokens; 0 for full attention."""
+    kernel: str = "flash"
+    """``flash``: the machine's best; ``flash-2``, ``flash-1``: the FlashAttention of that generation."""
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,12 @@ from .lower_latent_attention import (
 )
 from .lower_linear import (
     column_parallel_backward,
-    gathered_input,
+    column_parallel_forward,
     layer_linear,
-    linear_forward,
 )
 from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
-from .vocabulary import OpKind
+from .vocabulary import OpKind, Phase
 
 
 @dataclass
@@ -64,7 +63,10 @@ def attention_forward(
         latent.up_recomputed = core.qkv == qkv
         if latent.up_recomputed:
             builder.release(qkv, builder.last_row)
-    if before_norm is not None:
+    if before_norm is not None and context.training.recompute.keeps_products:
+        # What the projection wrote is kept once; norm and positions run again on it.
+        builder.release(before_norm, builder.last_row)
+    elif before_norm is not None:
         builder.forget_unless_kept(before_norm, builder.last_row)
     return AttentionSaved(sizes, core, output, latent, before_norm)
 
@@ -81,10 +83,22 @@ def attention_backward(
     if saved.latent is not None:
         core = saved.core
         if saved.latent.up_recomputed:
-            core = replace(core, qkv=recompute_up_projections(builder, context, layer))
+            qkv = recompute_up_projections(builder, context, layer, saved.latent, normalized)
+            core = replace(core, qkv=qkv)
         d_qkv = core_backward(builder, context, saved.sizes, core, d_output)
         return latent_projections_backward(builder, context, layer, saved.latent, normalized, d_qkv)
+    again_rotated: Tensor | None = None
+    again = context.training.recompute.keeps_products
+    if again and (saved.before_norm is not None or context.model.is_rotary_layer(layer)):
+        phase, builder.phase = builder.phase, Phase.RECOMPUTE
+        if saved.before_norm is not None:
+            _qk_norm(builder, context, saved.sizes)
+        _positions(builder, context, layer, saved.sizes, backward=False)
+        builder.phase = phase
+        again_rotated = builder.temporary("rotated_qk", _rotated_bytes(saved.sizes), builder.last_row)
     d_qkv = core_backward(builder, context, saved.sizes, saved.core, d_output)
+    if again_rotated is not None:
+        builder.release(again_rotated, builder.last_row)
     if context.model.attention_sinks:
         # The kernel's backward sums the gradient of the sinks on the way.
         builder.gradient_rows[_sinks(context, layer)] = builder.last_row
@@ -102,7 +116,8 @@ def attention_backward(
         )
         if context.model.qk_norm_weight:
             builder.gradient_rows[context.module(layer, "self_attention.q_layernorm")] = row
-        builder.release(saved.before_norm, row)
+        if not again:
+            builder.release(saved.before_norm, row)
     return column_parallel_backward(builder, context, layer_linear(context, layer, "qkv"), normalized, d_qkv)
 
 
@@ -127,31 +142,28 @@ def _projection_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """The fused QKV projection, the norm of queries and keys, and rotary positions."""
     linear = layer_linear(context, layer, "qkv")
-    gathered = gathered_input(builder, context, linear.name)
-    if gathered is not None and not keep_input:
-        builder.release(normalized, len(builder) - 1)
-    row = linear_forward(builder, context, linear)
-    if gathered is not None:
-        builder.release(gathered, row)
-    elif not keep_input:
-        builder.release(normalized, row)
+    row = column_parallel_forward(builder, context, linear, normalized, keep_input=keep_input)
     qkv = builder.activation("qkv", sizes.qkv_bytes, row)
     before_norm: Tensor | None = None
     if context.model.has_qk_norm(layer):
-        rotated = _rotated_bytes(sizes)
-        row = builder.memory_bound(
-            "qk_norm",
-            OpKind.NORM,
-            read=rotated,
-            written=rotated,
-            access="reduction",
-            passes=2,
-            dtype=context.dtype,
-        )
+        row = _qk_norm(builder, context, sizes)
         builder.parameter_rows.setdefault(context.module(layer, "self_attention.q_layernorm"), row)
-        before_norm = builder.activation("qk_norm_input", rotated, row)
+        before_norm = builder.activation("qk_norm_input", _rotated_bytes(sizes), row)
     _positions(builder, context, layer, sizes, backward=False)
     return qkv, before_norm
+
+
+def _qk_norm(builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes) -> int:
+    rotated = _rotated_bytes(sizes)
+    return builder.memory_bound(
+        "qk_norm",
+        OpKind.NORM,
+        read=rotated,
+        written=rotated,
+        access="reduction",
+        passes=2,
+        dtype=context.dtype,
+    )
 
 
 def _positions(

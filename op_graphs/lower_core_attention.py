@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .graph import AttentionShape, GemmShape
+from .imbalance import Documents
 from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
 from .vocabulary import OpKind
@@ -35,6 +36,8 @@ class AttentionSizes:
     chunked: bool = False
     share: float = 1.0
     """Part of the score square that this rank computes: 1 / cp under context parallelism."""
+    documents: Documents | None = None
+    """Documents that a sequence is packed from, outside of which no token attends; None if it is one."""
 
     @classmethod
     def of_layer(cls, context: LoweringContext, layer: int) -> AttentionSizes:
@@ -53,6 +56,7 @@ class AttentionSizes:
             window=model.attention_window(layer),
             chunked=model.window_kind == "chunked",
             share=1 / context.parallel.cp,
+            documents=context.load.documents,
         )
 
     @property
@@ -78,7 +82,12 @@ class AttentionSizes:
     @property
     def pairs(self) -> float:
         """Query-key pairs of a head that are really computed on this rank, over the batch."""
-        length = self.key_length
+        one = self._pairs_of
+        whole = one(self.key_length) if self.documents is None else self.documents.total(one)
+        return self.batch * whole * self.share
+
+    def _pairs_of(self, length: int) -> float:
+        """Pairs that the mask leaves in one document."""
         whole = float(length) * length
         if self.window and self.window < length:
             if self.chunked:
@@ -89,7 +98,7 @@ class AttentionSizes:
                 whole = 2.0 * length * self.window - self.window**2
         elif self.causal:
             whole /= 2
-        return self.batch * whole * self.share
+        return whole
 
     @property
     def forward_flops(self) -> float:
@@ -106,7 +115,8 @@ class AttentionSizes:
         return AttentionShape(
             batch=self.batch,
             query_length=self.length,
-            key_length=self.key_length,
+            # Measured kernels of whole sequences say nothing of packed ones.
+            key_length=self.key_length if self.documents is None else round(self.documents.effective_length),
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_size=self.head_size,
@@ -115,6 +125,7 @@ class AttentionSizes:
             backward=backward,
             dtype=context.dtype,
             window=self.window,
+            kernel=context.training.attention,
         )
 
     def part(self, steps: int) -> AttentionSizes:
@@ -126,7 +137,7 @@ def kernel_forward(
     builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes, *, keep: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Core attention in one go; returns its output and the inner tensors that are kept."""
-    if context.training.attention != "flash":
+    if context.training.attention == "unfused":
         return _unfused_forward(builder, context, sizes, keep=keep)
     row = flash_forward(builder, context, sizes)
     output = builder.activation("attention_output", sizes.output_bytes, row)
@@ -141,7 +152,7 @@ def kernel_backward(
     builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes, inner: Sequence[Tensor]
 ) -> Tensor:
     """Backward of core attention in one go; returns the gradient of q, k and v."""
-    if context.training.attention == "flash":
+    if context.training.attention != "unfused":
         row = flash_backward(builder, context, sizes)
         d_qkv = builder.temporary("qkv_gradient", sizes.qkv_bytes, row)
     else:

@@ -1,6 +1,7 @@
 """Lowering of expert dispatch: how tokens reach the ranks of their experts, and how results come back.
 
-One class a dispatcher, registered in :data:`DISPATCHERS`; sizes assume balanced routing.
+One class a dispatcher, registered in :data:`DISPATCHERS`. A rank sends what balanced routing makes it send, and gets
+what ``context.load`` says; an exchange takes as long as that of its most loaded rank.
 
 - ``alltoall`` (Megatron-Core ``token_dispatcher.py``, ``MoEAlltoAllTokenDispatcher``): permute by expert, all-to-all,
   sort by local expert; the reverse on the way back. A token travels once for each chosen expert.
@@ -26,12 +27,14 @@ class RoutedSizes:
     tokens: int
     """Tokens the rank routes."""
     copies: int
-    """Token copies it sends, and receives: tokens * top_k, padded to the capacity where there is one."""
+    """Token copies it receives and computes: tokens * top_k, padded to the capacity where there is one, by load."""
     local_experts: int
+    sent_copies: int
+    """Token copies it sends: as many as it would receive if routing were balanced."""
 
     @property
     def per_expert(self) -> int:
-        """Tokens of each local expert, over all ranks that send to it (balanced)."""
+        """Tokens of each local expert, over all ranks that send to it (mean)."""
         return max(1, self.copies // self.local_experts)
 
     @classmethod
@@ -46,7 +49,8 @@ class RoutedSizes:
             each = -(-copies * moe.capacity_factor // moe.experts)
             copies = int(each) * moe.experts
         # Ranks that share an expert's cut all work on the tokens of all of them.
-        return cls(tokens, copies * parallel.etp, moe.experts // parallel.ep)
+        received = max(1, round(copies * context.load.copies))
+        return cls(tokens, received * parallel.etp, moe.experts // parallel.ep, copies * parallel.etp)
 
 
 class _AllToAll:
@@ -56,7 +60,11 @@ class _AllToAll:
 
     def _traffic(self, context: LoweringContext, sizes: RoutedSizes) -> float:
         """Bytes a rank sends."""
-        return context.item * sizes.copies / context.parallel.etp * context.model.hidden_size
+        return context.item * sizes.sent_copies / context.parallel.etp * context.model.hidden_size
+
+    def _load(self, context: LoweringContext) -> tuple[float, float]:
+        """What this rank gets, and the most loaded of its group sends or gets, relative to what a rank sends."""
+        return context.load.copies, context.load.most_copies
 
     def dispatch(
         self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, name: str
@@ -64,6 +72,7 @@ class _AllToAll:
         """Bring ``[tokens, hidden]`` to the experts; returns the tensor by local expert, which the caller releases."""
         hidden = context.model.hidden_size
         sent = self._traffic(context, sizes)
+        load, most = self._load(context)
         arrived = context.item * sizes.copies * hidden
         permuted: Tensor | None = None
         if not self.fused_permute:
@@ -72,9 +81,9 @@ class _AllToAll:
         current = permuted
         if context.parallel.ep > 1:
             row = _exchange(
-                builder, context, f"{name}_all_to_all", Communication.ALL_TO_ALL, sent, Dimension.EP
+                builder, context, f"{name}_all_to_all", Communication.ALL_TO_ALL, sent * most, Dimension.EP
             )
-            current = _replace(builder, current, "dispatched_tokens", sent, row)
+            current = _replace(builder, current, "dispatched_tokens", sent * load, row)
         if context.parallel.etp > 1:
             row = _exchange(
                 builder, context, f"{name}_all_gather", Communication.ALL_GATHER, arrived, Dimension.ETP
@@ -94,6 +103,7 @@ class _AllToAll:
         """Bring expert outputs back and add them up for each token; releases ``source``."""
         hidden = context.model.hidden_size
         sent = self._traffic(context, sizes)
+        load, most = self._load(context)
         arrived = context.item * sizes.copies * hidden
         current = source
         if not self.fused_permute and sizes.local_experts > 1 and context.parallel.ep > 1:
@@ -108,10 +118,10 @@ class _AllToAll:
                 arrived,
                 Dimension.ETP,
             )
-            current = _replace(builder, current, "reduced_tokens", sent, row)
+            current = _replace(builder, current, "reduced_tokens", sent * load, row)
         if context.parallel.ep > 1:
             row = _exchange(
-                builder, context, f"{name}_all_to_all", Communication.ALL_TO_ALL, sent, Dimension.EP
+                builder, context, f"{name}_all_to_all", Communication.ALL_TO_ALL, sent * most, Dimension.EP
             )
             current = _replace(builder, current, "combined_tokens", sent, row)
         result = context.item * sizes.tokens * hidden
@@ -131,6 +141,9 @@ class _DeepEP(_AllToAll):
         moe, ep = context.model.moe, context.parallel.ep
         assert moe is not None
         return whole * expected_ranks(ep, moe.top_k, moe.top_groups / moe.routing_groups) / moe.top_k
+
+    def _load(self, context: LoweringContext) -> tuple[float, float]:
+        return context.load.unique, context.load.most_unique
 
 
 def expected_ranks(ep: int, top_k: int, share: float) -> float:

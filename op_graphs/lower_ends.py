@@ -46,8 +46,13 @@ class EmbeddingSaved:
 # -- embedding ---------------------------------------------------------------------------------------------------
 
 
-def embedding_forward(builder: ProgramBuilder, context: LoweringContext) -> tuple[EmbeddingSaved, Tensor]:
-    """Emit the embedding; returns what it keeps and the hidden states."""
+def embedding_forward(
+    builder: ProgramBuilder, context: LoweringContext, *, whole: bool = False
+) -> tuple[EmbeddingSaved, Tensor]:
+    """Emit the embedding; returns what it keeps and the hidden states.
+
+    ``whole`` leaves the sequence uncut under sequence parallelism, for what is still to be put into it.
+    """
     builder.layer, builder.module = -1, "embedding"
     model = context.model
     gathered = context.gathered_bytes
@@ -62,7 +67,8 @@ def embedding_forward(builder: ProgramBuilder, context: LoweringContext) -> tupl
     builder.parameter_rows["embedding.word_embeddings"] = row
     current = builder.temporary("word_embeddings", gathered, row)
     # Position rows are added over the whole sequence, so the sum is reduced unsharded and cut afterwards.
-    scatter = context.sequence_parallel and model.positions != "learned"
+    scatter = context.sequence_parallel and model.positions != "learned" and not whole
+    output_bytes = gathered if whole else context.hidden_bytes
     if context.tp > 1:
         reduced = reduce_partial_sums(builder, context, "embedding", scatter=scatter)
         builder.wait_for(reduced)
@@ -71,7 +77,7 @@ def embedding_forward(builder: ProgramBuilder, context: LoweringContext) -> tupl
             "position_embedding",
             OpKind.EMBEDDING,
             read=2 * gathered,
-            written=context.hidden_bytes,
+            written=output_bytes,
             dtype=context.dtype,
         )
         builder.parameter_rows["embedding.position_embeddings"] = row
@@ -80,7 +86,7 @@ def embedding_forward(builder: ProgramBuilder, context: LoweringContext) -> tupl
         row = len(builder) - 1
     builder.release(current, row)
     if model.hidden_dropout == 0:
-        return EmbeddingSaved(None), builder.activation("hidden_states", context.hidden_bytes, row)
+        return EmbeddingSaved(None), builder.activation("hidden_states", output_bytes, row)
     mask_bytes = context.sharded_tokens * model.hidden_size
     row = builder.memory_bound(
         "embedding_dropout",
@@ -90,13 +96,21 @@ def embedding_forward(builder: ProgramBuilder, context: LoweringContext) -> tupl
         dtype=context.dtype,
     )
     mask = builder.activation("embedding_dropout_mask", mask_bytes, row)
-    return EmbeddingSaved(mask), builder.activation("hidden_states", context.hidden_bytes, row)
+    return EmbeddingSaved(mask), builder.activation("hidden_states", output_bytes, row)
 
 
 def embedding_backward(
-    builder: ProgramBuilder, context: LoweringContext, saved: EmbeddingSaved, gradient: Tensor
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    saved: EmbeddingSaved,
+    gradient: Tensor,
+    *,
+    whole: bool = False,
 ) -> None:
-    """Emit the embedding's weight gradient: a dense table-sized gradient, added to the main gradient."""
+    """Emit the embedding's weight gradient: a dense table-sized gradient, added to the main gradient.
+
+    ``whole`` says that ``gradient`` is of the whole sequence already.
+    """
     builder.layer, builder.module = -1, "embedding"
     model = context.model
     if saved.dropout_mask is not None:
@@ -109,7 +123,7 @@ def embedding_backward(
         )
         builder.release(saved.dropout_mask, row)
     gathered: Tensor | None = None
-    if context.sequence_parallel:
+    if context.sequence_parallel and not whole:
         row = gather_sequence(builder, context, "embedding_gradient_all_gather")
         builder.wait_for(row)
         gathered = builder.temporary("gathered_gradient", context.gathered_bytes, row)
@@ -163,7 +177,8 @@ def dense_table_gradient(
 
 
 def _head_linear(context: LoweringContext) -> Linear:
-    return Linear("head", "output_layer", context.model.hidden_size, context.local_vocab, context.tokens)
+    sizes = context.model.hidden_size, context.local_vocab, context.tokens
+    return Linear("head", "output_layer", *sizes, quantized=False)
 
 
 def norm_forward(builder: ProgramBuilder, context: LoweringContext, name: str, module: str) -> Tensor:
@@ -203,7 +218,7 @@ def norm_backward(
 def final_norm_forward(builder: ProgramBuilder, context: LoweringContext) -> Tensor:
     """Emit the norm behind the last layer; returns its output."""
     builder.layer, builder.module = -1, "head"
-    return norm_forward(builder, context, "final_norm", FINAL_NORM)
+    return norm_forward(builder, context, "final_norm", context.module_prefix + FINAL_NORM)
 
 
 def head_forward(builder: ProgramBuilder, context: LoweringContext, hidden: Tensor) -> HeadSaved:
@@ -220,20 +235,25 @@ def logits_forward(builder: ProgramBuilder, context: LoweringContext) -> Tensor:
     if gathered is not None:
         builder.release(gathered, row)
     logits = builder.activation("logits", context.item * context.tokens * context.local_vocab, row)
+    return loss_forward(builder, context, logits, context.tokens)
+
+
+def loss_forward(builder: ProgramBuilder, context: LoweringContext, logits: Tensor, rows: int) -> Tensor:
+    """Emit the loss of so many rows of logits; returns what it keeps: the logits, or in their place a softmax."""
     builder.module = "loss"
     if context.training.cross_entropy_fusion:
-        _fused_loss_forward(builder, context)
+        _fused_loss_forward(builder, context, rows)
         return logits
-    return _unfused_loss_forward(builder, context, logits)
+    return _unfused_loss_forward(builder, context, logits, rows)
 
 
-def _fused_loss_forward(builder: ProgramBuilder, context: LoweringContext) -> None:
-    logits = context.item * context.tokens * context.local_vocab
+def _fused_loss_forward(builder: ProgramBuilder, context: LoweringContext, rows: int) -> None:
+    logits = context.item * rows * context.local_vocab
     builder.memory_bound(
         "cross_entropy_online_softmax",
         OpKind.LOSS,
         read=logits,
-        written=12.0 * context.tokens,
+        written=12.0 * rows,
         access="reduction",
         dtype=context.dtype,
     )
@@ -241,7 +261,7 @@ def _fused_loss_forward(builder: ProgramBuilder, context: LoweringContext) -> No
         row = builder.collective(
             "loss_all_gather",
             Communication.ALL_GATHER,
-            12.0 * context.tokens * context.tp,
+            12.0 * rows * context.tp,
             Dimension.TP,
             context.group(Dimension.TP),
             dtype=DType.FP32,
@@ -257,9 +277,11 @@ def _fused_loss_forward(builder: ProgramBuilder, context: LoweringContext) -> No
     )
 
 
-def _unfused_loss_forward(builder: ProgramBuilder, context: LoweringContext, logits: Tensor) -> Tensor:
+def _unfused_loss_forward(
+    builder: ProgramBuilder, context: LoweringContext, logits: Tensor, rows: int
+) -> Tensor:
     """Megatron's vocab-parallel cross entropy: fp32 copy, maximum, exponentials in place, sum, division."""
-    elements = float(context.tokens) * context.local_vocab
+    elements = float(rows) * context.local_vocab
     half, single = context.item * elements, 4 * elements
 
     def reduce_over_ranks(name: str) -> None:
@@ -267,7 +289,7 @@ def _unfused_loss_forward(builder: ProgramBuilder, context: LoweringContext, log
             row = builder.collective(
                 name,
                 Communication.ALL_REDUCE,
-                4.0 * context.tokens,
+                4.0 * rows,
                 Dimension.TP,
                 context.group(Dimension.TP),
                 dtype=DType.FP32,
@@ -280,13 +302,13 @@ def _unfused_loss_forward(builder: ProgramBuilder, context: LoweringContext, log
 
     row = kernel("logits_to_fp32", half, single)
     softmax = builder.activation("softmax_fp32", single, row)
-    kernel("logits_maximum", single, 4.0 * context.tokens, "reduction")
+    kernel("logits_maximum", single, 4.0 * rows, "reduction")
     reduce_over_ranks("loss_maximum_all_reduce")
     kernel("logits_subtract_maximum", single, single)
-    kernel("predicted_logits", 4.0 * context.tokens, 4.0 * context.tokens, "strided")
+    kernel("predicted_logits", 4.0 * rows, 4.0 * rows, "strided")
     reduce_over_ranks("loss_predicted_all_reduce")
     kernel("logits_exponential", single, single)
-    kernel("exponential_sum", single, 4.0 * context.tokens, "reduction")
+    kernel("exponential_sum", single, 4.0 * rows, "reduction")
     reduce_over_ranks("loss_sum_all_reduce")
     row = kernel("softmax_divide", single, single)
     builder.release(logits, row)
@@ -304,7 +326,8 @@ def final_norm_backward(
 ) -> Tensor:
     """Emit the backward pass of the norm behind the last layer; returns the gradient of the last hidden state."""
     builder.layer, builder.module = -1, "head"
-    return norm_backward(builder, context, "final_norm", FINAL_NORM, norm_input, d_normalized)
+    module = context.module_prefix + FINAL_NORM
+    return norm_backward(builder, context, "final_norm", module, norm_input, d_normalized)
 
 
 def logits_backward(
@@ -314,8 +337,15 @@ def logits_backward(
 
     ``kept`` is what :func:`logits_forward` returned.
     """
+    d_logits = loss_backward(builder, context, kept, context.tokens)
+    builder.module = "head"
+    return column_parallel_backward(builder, context, _head_linear(context), normalized, d_logits)
+
+
+def loss_backward(builder: ProgramBuilder, context: LoweringContext, kept: Tensor, rows: int) -> Tensor:
+    """Emit the gradient of the logits; ``kept`` is what :func:`loss_forward` returned."""
     builder.layer, builder.module = -1, "loss"
-    elements = float(context.tokens) * context.local_vocab
+    elements = float(rows) * context.local_vocab
     half = context.item * elements
     if context.training.cross_entropy_fusion:
         builder.memory_bound(
@@ -331,5 +361,4 @@ def logits_backward(
         )
         d_logits = builder.temporary("logit_gradient", half, row)
         builder.release(kept, row)
-    builder.module = "head"
-    return column_parallel_backward(builder, context, _head_linear(context), normalized, d_logits)
+    return d_logits

@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .graph import GemmShape
+from .linear import Linear, is_quantized_linear, weight_gradient_shape
 from .lower_dispatch import DISPATCHERS, Dispatcher, RoutedSizes
-from .lower_linear import weight_gradient_shape
+from .lower_linear import forward_gemm, input_gradient_gemm, weight_gradient
 from .lower_mlp import Mlp, MlpSaved, mlp_backward, mlp_forward, recompute_mlp
+from .lower_quantization import quantize_gradient, quantize_input, weight_gradient_input
 from .lowering_context import LoweringContext
 from .model import MixtureOfExperts
 from .program import DeferredGemm, ProgramBuilder, Tensor
@@ -59,7 +61,9 @@ def experts_forward(
     shared_output: Tensor | None = None
     if moe.shared_ffn_size:
         builder.keep_activations = keep and "shared_experts" not in modules
-        shared_saved, shared_output = _shared_forward(builder, context, layer, normalized)
+        shared_saved, shared_output = _shared_forward(
+            builder, context, layer, normalized, keep_copy=keep_input
+        )
         builder.keep_activations = keep
     expert_input = _dispatcher(context).dispatch(builder, context, sizes, "dispatch")
     if not keep_input:
@@ -122,10 +126,11 @@ def _router_forward(
 
 
 def _shared_forward(
-    builder: ProgramBuilder, context: LoweringContext, layer: int, normalized: Tensor
+    builder: ProgramBuilder, context: LoweringContext, layer: int, normalized: Tensor, *, keep_copy: bool
 ) -> tuple[MlpSaved, Tensor]:
     module, builder.module = builder.module, "mlp.shared_experts"
-    saved, output = mlp_forward(builder, context, Mlp.shared(context, layer), normalized, keep_input=True)
+    mlp = Mlp.shared(context, layer)
+    saved, output = mlp_forward(builder, context, mlp, normalized, keep_input=True, keep_copy=keep_copy)
     if _moe(context).shared_gate:
         row = builder.memory_bound(
             "shared_expert_gate",
@@ -139,36 +144,87 @@ def _shared_forward(
     return saved, output
 
 
-def _grouped(
-    context: LoweringContext, sizes: RoutedSizes, outputs: int, inputs: int, layout: str
-) -> GemmShape:
-    """A grouped GEMM over the local experts; ``NT`` is a weight gradient."""
-    tokens = sizes.per_expert
-    if layout == "NT":
-        return weight_gradient_shape(context, outputs, inputs, tokens, sizes.local_experts)
-    n, k = (outputs, inputs) if layout == "TN" else (inputs, outputs)
-    return GemmShape(
-        tokens, n, k, layout, dtype=context.dtype, output=context.dtype, count=sizes.local_experts
+def _expert_linear(context: LoweringContext, layer: int, sizes: RoutedSizes, which: str) -> Linear:
+    """The first (``fc1``) or second (``fc2``) linear of the local experts."""
+    first, width = _widths(context)
+    hidden = context.model.hidden_size
+    inputs, outputs = (hidden, first) if which == "fc1" else (width, hidden)
+    return Linear(
+        f"expert_{which}",
+        context.module(layer, f"mlp.experts.linear_{which}"),
+        inputs,
+        outputs,
+        sizes.per_expert,
+        sizes.local_experts,
     )
+
+
+def _grouped_forward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    linear: Linear,
+    sizes: RoutedSizes,
+    source: Tensor,
+    *,
+    keep_copy: bool,
+) -> int:
+    """The grouped GEMM of a linear; a quantised copy stands in for its input. Returns its row."""
+    if not is_quantized_linear(context, linear):
+        return forward_gemm(builder, context, linear)
+    elements = float(sizes.copies * linear.inputs)
+    operand = quantize_input(builder, context, linear, elements, source if keep_copy else None)
+    if keep_copy:
+        builder.discard(source)
+    row = forward_gemm(builder, context, linear)
+    if operand is not None:
+        builder.release(operand, row)
+    return row
+
+
+def _grouped_backward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    linear: Linear,
+    sizes: RoutedSizes,
+    source: Tensor,
+    d_output: Tensor,
+) -> Tensor:
+    """Input and weight gradient of a grouped linear; releases both tensors, returns the gradient of its input."""
+    size = context.item * sizes.copies * linear.inputs
+    name = "expert_input_gradient" if linear.name == "expert_fc1" else f"{linear.name}_input_gradient"
+    if not is_quantized_linear(context, linear):
+        row = input_gradient_gemm(builder, context, linear)
+        d_input = builder.temporary(name, size, row)
+        weight_gradient(builder, context, linear, (d_output, source))
+        return d_input
+    gradient = quantize_gradient(builder, context, linear, float(sizes.copies * linear.outputs))
+    row = input_gradient_gemm(builder, context, linear)
+    d_input = builder.temporary(name, size, row)
+    if gradient.rowwise is not None:
+        builder.release(gradient.rowwise, row)
+    operand = weight_gradient_input(builder, context, linear, float(sizes.copies * linear.inputs), source)
+    weight_gradient(builder, context, linear, (gradient.columnwise, operand))
+    builder.release(d_output, builder.last_row)
+    builder.release(source, builder.last_row)
+    return d_input
 
 
 def _expert_linears_forward(
     builder: ProgramBuilder, context: LoweringContext, layer: int, sizes: RoutedSizes, expert_input: Tensor
 ) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
     """First linear, activation, second linear; returns what is kept of them and the output."""
-    first, width = _widths(context)
-    hidden = context.model.hidden_size
+    keep = builder.keep_activations
+    fc1, fc2 = (_expert_linear(context, layer, sizes, which) for which in ("fc1", "fc2"))
     builder.module = "mlp.experts"
-    row = builder.gemm("expert_fc1", _grouped(context, sizes, first, hidden, "TN"))
-    builder.parameter_rows.setdefault(context.module(layer, "mlp.experts.linear_fc1"), row)
+    row = _grouped_forward(builder, context, fc1, sizes, expert_input, keep_copy=keep)
     builder.forget_unless_kept(expert_input, row)
-    fc1_output = builder.activation("expert_fc1_output", context.item * sizes.copies * first, row)
+    fc1_output = builder.activation("expert_fc1_output", context.item * sizes.copies * fc1.outputs, row)
     fc2_input = _expert_activation(builder, context, sizes)
     builder.forget_unless_kept(fc1_output, builder.last_row)
-    row = builder.gemm("expert_fc2", _grouped(context, sizes, hidden, width, "TN"))
-    builder.parameter_rows.setdefault(context.module(layer, "mlp.experts.linear_fc2"), row)
-    output = builder.temporary("expert_fc2_output", context.item * sizes.copies * hidden, row)
-    recomputed = "moe_act" in context.training.recompute.modules and builder.keep_activations
+    recompute = context.training.recompute
+    recomputed = keep and ("moe_act" in recompute.modules or recompute.keeps_products)
+    row = _grouped_forward(builder, context, fc2, sizes, fc2_input, keep_copy=keep and not recomputed)
+    output = builder.temporary("expert_fc2_output", context.item * sizes.copies * fc2.outputs, row)
     if recomputed:
         builder.release(fc2_input, row)
     else:
@@ -267,60 +323,28 @@ def _expert_linears_backward(
     saved: ExpertsSaved,
     d_output: Tensor,
 ) -> Tensor:
-    first, width = _widths(context)
-    hidden = context.model.hidden_size
+    fc1, fc2 = (_expert_linear(context, layer, sizes, which) for which in ("fc1", "fc2"))
     builder.module = "mlp.experts"
     fc2_input = saved.fc2_input
     if fc2_input is None:
         phase, builder.phase = builder.phase, Phase.RECOMPUTE
         fc2_input = _expert_activation(builder, context, sizes)
         builder.phase = phase
-    row = builder.gemm("expert_fc2_dgrad", _grouped(context, sizes, hidden, width, "NN"))
-    d_fc2_input = builder.temporary("expert_fc2_input_gradient", context.item * sizes.copies * width, row)
-    _expert_weight_gradient(
-        builder, context, layer, "fc2", _grouped(context, sizes, hidden, width, "NT"), (d_output, fc2_input)
-    )
-    fc1_bytes = context.item * sizes.copies * first
+    d_fc2_input = _grouped_backward(builder, context, fc2, sizes, fc2_input, d_output)
+    fc1_bytes = context.item * sizes.copies * fc1.outputs
     row = builder.memory_bound(
         f"expert_{context.model.activation}_backward",
         OpKind.ELEMENTWISE,
-        read=fc1_bytes + context.item * sizes.copies * width,
+        read=fc1_bytes + context.item * sizes.copies * fc2.inputs,
         written=fc1_bytes + 4.0 * sizes.copies,
         dtype=context.dtype,
     )
     builder.release(d_fc2_input, row)
     builder.release(saved.fc1_output, row)
     d_fc1 = builder.temporary("expert_fc1_gradient", fc1_bytes, row)
-    row = builder.gemm("expert_fc1_dgrad", _grouped(context, sizes, first, hidden, "NN"))
-    d_input = builder.temporary("expert_input_gradient", context.item * sizes.copies * hidden, row)
-    _expert_weight_gradient(
-        builder,
-        context,
-        layer,
-        "fc1",
-        _grouped(context, sizes, first, hidden, "NT"),
-        (d_fc1, saved.expert_input),
-    )
+    d_input = _grouped_backward(builder, context, fc1, sizes, saved.expert_input, d_fc1)
     builder.module = "mlp"
     return d_input
-
-
-def _expert_weight_gradient(
-    builder: ProgramBuilder,
-    context: LoweringContext,
-    layer: int,
-    which: str,
-    shape: GemmShape,
-    reads: tuple[Tensor, ...],
-) -> None:
-    name, parameter = f"expert_{which}_wgrad", context.module(layer, f"mlp.experts.linear_{which}")
-    if builder.deferred is not None:
-        builder.defer(DeferredGemm(name, shape, parameter, layer, builder.module, reads))
-        return
-    row = builder.gemm(name, shape, phase=Phase.BACKWARD_WEIGHT)
-    builder.gradient_rows[parameter] = row
-    for tensor in reads:
-        builder.release(tensor, row)
 
 
 def _router_backward(
@@ -348,8 +372,9 @@ def _router_backward(
     builder.gemm(
         "router_dgrad", GemmShape(sizes.tokens, hidden, moe.experts, "NN", dtype=dtype, output=dtype)
     )
-    shape = replace(weight_gradient_shape(context, moe.experts, hidden, sizes.tokens), dtype=dtype)
     parameter = context.module(layer, "mlp.router")
+    router = Linear("router", parameter, hidden, moe.experts, sizes.tokens, quantized=False)
+    shape = replace(weight_gradient_shape(context, router), dtype=dtype)
     if builder.deferred is not None:
         builder.defer(
             DeferredGemm("router_wgrad", shape, parameter, layer, builder.module, (d_logits, normalized))

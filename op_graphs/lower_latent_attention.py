@@ -9,15 +9,15 @@ heads, unless the up-projections are recomputed (``mla_up_proj``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .lower_linear import (
     Linear,
     column_parallel_backward,
-    gathered_input,
-    input_gradient,
+    column_parallel_forward,
+    linear_backward,
     linear_forward,
-    weight_gradient,
 )
 from .lowering_context import LoweringContext
 from .model import LatentAttention
@@ -86,26 +86,42 @@ def latent_projections_forward(
     latent = _latent(context)
     query: _LatentPath | None = None
     if latent.q_lora_rank:
-        query = _down_and_norm(builder, context, layer, "q", latent.q_lora_rank)
-    key_value = _down_and_norm(builder, context, layer, "kv", latent.kv_lora_rank)
+        query = _down_and_norm(
+            builder, context, layer, "q", latent.q_lora_rank, normalized, keep_input=keep_input
+        )
+    key_value = _down_and_norm(
+        builder, context, layer, "kv", latent.kv_lora_rank, normalized, keep_input=keep_input
+    )
     if query is not None and not keep_input:
         builder.release(normalized, builder.last_row)
     up_recomputed = "mla_up_proj" in context.training.recompute.modules and builder.keep_activations
-    qkv = _up_projections(builder, context, layer)
+    inputs = {"q": normalized if query is None else query.normalized, "kv": key_value.normalized}
+    keep, builder.keep_activations = builder.keep_activations, builder.keep_activations and not up_recomputed
+    qkv = _up_projections(builder, context, layer, inputs, keep_query_input=keep_input or query is not None)
+    builder.keep_activations = keep
     if query is None and not keep_input:
         builder.release(normalized, builder.last_row)
     for path in (query, key_value):
         if path is not None:
             builder.forget_unless_kept(path.latent, builder.last_row)
             builder.forget_unless_kept(path.normalized, builder.last_row)
+            if context.recipe is not None and keep and not up_recomputed:
+                builder.discard(path.normalized)
     return LatentSaved(query, key_value, qkv, up_recomputed), qkv
 
 
 def _down_and_norm(
-    builder: ProgramBuilder, context: LoweringContext, layer: int, which: str, rank: int
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    layer: int,
+    which: str,
+    rank: int,
+    normalized: Tensor,
+    *,
+    keep_input: bool,
 ) -> _LatentPath:
     linear = _down(context, layer, which)
-    row = linear_forward(builder, context, linear)
+    row = linear_forward(builder, context, linear, normalized if keep_input else None)
     latent = builder.activation(f"{which}_latent", context.sharded_token_bytes(linear.outputs), row)
     size = context.sharded_token_bytes(rank)
     row = builder.memory_bound(
@@ -115,17 +131,24 @@ def _down_and_norm(
     return _LatentPath(latent, builder.activation(f"{which}_latent_normalized", size, row))
 
 
-def _up_projections(builder: ProgramBuilder, context: LoweringContext, layer: int) -> Tensor:
+def _up_projections(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    layer: int,
+    inputs: Mapping[str, Tensor],
+    *,
+    keep_query_input: bool,
+) -> Tensor:
     """Both up-projections, rotary positions, and the copy into contiguous q, k and v."""
     latent, heads = _latent(context), context.model.heads // context.tp
     raw: list[Tensor] = []
     for which in ("q", "kv"):
         linear = _up(context, layer, which)
         width = linear.inputs + (latent.qk_rope_head_size if which == "kv" else 0)
-        gathered = gathered_input(builder, context, linear.name, width)
-        row = linear_forward(builder, context, linear)
-        if gathered is not None:
-            builder.release(gathered, row)
+        keep_input = keep_query_input or which == "kv"
+        row = column_parallel_forward(
+            builder, context, linear, inputs[which], keep_input=keep_input, width=width
+        )
         raw.append(builder.temporary(f"{which}_up_output", context.token_bytes(linear.outputs), row))
     size = _qkv_bytes(context)
     read = context.token_bytes(
@@ -215,14 +238,16 @@ def _path_backward(
     builder.release(d_latent, row)
     builder.release(path.latent, row)
     d_down = builder.temporary(f"{which}_latent_gradient", size, row)
-    _, gradient = input_gradient(builder, context, down)
-    weight_gradient(builder, context, down, (d_down,), (normalized,))
-    return gradient
+    return linear_backward(builder, context, down, d_down, consumed=(d_down,), borrowed=(normalized,))
 
 
-def recompute_up_projections(builder: ProgramBuilder, context: LoweringContext, layer: int) -> Tensor:
+def recompute_up_projections(
+    builder: ProgramBuilder, context: LoweringContext, layer: int, saved: LatentSaved, normalized: Tensor
+) -> Tensor:
     """Run the up-projections again inside the backward program; returns q, k and v."""
     phase, builder.phase = builder.phase, Phase.RECOMPUTE
-    qkv = _up_projections(builder, context, layer)
+    query = normalized if saved.query is None else saved.query.normalized
+    inputs = {"q": query, "kv": saved.key_value.normalized}
+    qkv = _up_projections(builder, context, layer, inputs, keep_query_input=True)
     builder.phase = phase
     return qkv

@@ -39,6 +39,8 @@ class LayerSaved:
     attention_mask: Tensor | None
     """Dropout mask of the residual behind attention."""
     mlp_mask: Tensor | None
+    mlp_output: Tensor | None = None
+    """Output of the second linear, where outputs of matrix products are kept though nothing reads them."""
 
 
 # -- forward -----------------------------------------------------------------------------------------------------
@@ -59,10 +61,18 @@ def layer_forward(
     """
     builder.layer = layer
     builder.module = "self_attention"
-    keep_normalized = builder.keep_activations and "layernorm" not in context.training.recompute.modules
+    keep_normalized = builder.keep_activations and not _recomputes_norms(context)
     normalized = _norm(builder, context, "input_layernorm", layer)
     attention = attention_forward(builder, context, layer, normalized, keep_input=keep_normalized)
-    projected = row_parallel_forward(builder, context, layer_linear(context, layer, "proj"))
+    if keep_normalized and _copies_suffice(context, attention):
+        builder.discard(normalized)
+    projected = row_parallel_forward(
+        builder,
+        context,
+        layer_linear(context, layer, "proj"),
+        attention.output,
+        discard_input=attention.output != attention.core.output,
+    )
     builder.forget_unless_kept(attention.output, builder.last_row)
     middle, attention_mask = _bias_dropout_add(builder, context, "attention_residual", projected)
     attention_norm = _NormSaved(block_input, normalized if keep_normalized else None)
@@ -72,10 +82,17 @@ def layer_forward(
     builder.module = "mlp"
     normalized = _norm(builder, context, "pre_mlp_layernorm", layer)
     mlp, projected = _mlp_forward(builder, context, layer, normalized, keep_input=keep_normalized)
+    # The router reads the norm's output as it is; so does an MLP that runs again.
+    if keep_normalized and context.recipe is not None and isinstance(mlp, MlpSaved):
+        builder.discard(normalized)
     mlp_norm = _NormSaved(middle, normalized if keep_normalized else None)
     output, mlp_mask = _bias_dropout_add(builder, context, "mlp_residual", projected)
+    mlp_output: Tensor | None = None
+    if builder.keep_activations and context.training.recompute.keeps_products:
+        mlp_output = builder.activation("mlp_output", context.hidden_bytes, builder.last_row)
     builder.forget_unless_kept(middle, builder.last_row)
-    return LayerSaved(attention_norm, attention, mlp_norm, mlp, attention_mask, mlp_mask), output
+    saved = LayerSaved(attention_norm, attention, mlp_norm, mlp, attention_mask, mlp_mask, mlp_output)
+    return saved, output
 
 
 def _norm(builder: ProgramBuilder, context: LoweringContext, name: str, layer: int) -> Tensor:
@@ -85,6 +102,20 @@ def _norm(builder: ProgramBuilder, context: LoweringContext, name: str, layer: i
     )
     builder.parameter_rows.setdefault(context.module(layer, name), row)
     return builder.activation(f"{name}_output", size, row)
+
+
+def _copies_suffice(context: LoweringContext, attention: AttentionSaved) -> bool:
+    """Whether all that reads the norm's output in the backward of attention reads quantised copies of it."""
+    latent = attention.latent
+    reads_again = latent is not None and latent.query is None
+    return context.recipe is not None and not (
+        reads_again and "mla_up_proj" in context.training.recompute.modules
+    )
+
+
+def _recomputes_norms(context: LoweringContext) -> bool:
+    recompute = context.training.recompute
+    return recompute.keeps_products or "layernorm" in recompute.modules
 
 
 def _recomputes_mlp(context: LoweringContext, layer: int) -> bool:
@@ -134,6 +165,8 @@ def layer_backward(
     """Emit the backward pass of a layer; takes the gradient of its output, returns the gradient of its input."""
     builder.layer = layer
     builder.module = "mlp"
+    if context.training.recompute.keeps_products:
+        _residual_again(builder, context, saved)
     branch = _residual_backward(builder, context, "mlp_residual", "fc2", saved.mlp_mask, gradient)
     normalized = _normalized(builder, context, "pre_mlp_layernorm", layer, saved.mlp_norm)
     d_normalized = _mlp_backward(
@@ -152,6 +185,21 @@ def layer_backward(
     return _norm_backward(
         builder, context, "input_layernorm", layer, saved.attention_norm, d_normalized, gradient
     )
+
+
+def _residual_again(builder: ProgramBuilder, context: LoweringContext, saved: LayerSaved) -> None:
+    """The residual behind attention, computed again from kept outputs (what is kept of it stands for those)."""
+    size = context.hidden_bytes
+    row = builder.memory_bound(
+        "attention_residual",
+        OpKind.ELEMENTWISE,
+        read=2 * size,
+        written=size,
+        dtype=context.dtype,
+        phase=Phase.RECOMPUTE,
+    )
+    if saved.mlp_output is not None:
+        builder.release(saved.mlp_output, row)
 
 
 def _normalized(
@@ -181,7 +229,7 @@ def _mlp_backward(
         if saved is None:
             phase, builder.phase = builder.phase, Phase.RECOMPUTE
             saved, output = experts_forward(builder, context, layer, normalized, keep_input=True)
-            builder.release(output, builder.last_row)
+            builder.release(output, builder.end_row)
             builder.phase = phase
         assert isinstance(saved, ExpertsSaved)
         return experts_backward(builder, context, layer, saved, normalized, d_output, owned=owned)

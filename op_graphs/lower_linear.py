@@ -6,17 +6,36 @@ GEMM, and the reduction of the input gradient beside the weight-gradient GEMM; w
 does where a GEMM that fills the device keeps the communication kernel out until its last wave. Row-parallel linears
 (projection, FC2) leave partial sums that are reduced behind them.
 
+Under a low-precision recipe the operands are quantised in front of the GEMMs (``op_graphs.lower_quantization``), and
+what is gathered and kept are the quantised copies.
+
 Source: Megatron-Core ``tensor_parallel/layers.py``, Transformer Engine ``pytorch/module/linear.py``; Korthikanti et al.
 2022, section 4.2.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from .graph import GemmShape
+from .linear import (
+    Linear as Linear,
+)
+from .linear import (
+    forward_shape,
+    input_gradient_shape,
+    is_quantized_linear,
+    scale_bytes,
+    weight_gradient_shape,
+)
+from .lower_quantization import (
+    gather_gradient,
+    gather_quantized,
+    prepare_weight,
+    quantize_gradient,
+    quantize_input,
+    transpose,
+    weight_gradient_input,
+)
 from .lowering_context import LoweringContext
 from .program import DeferredGemm, ProgramBuilder, Tensor
 from .vocabulary import Communication, Dimension, Phase
@@ -61,18 +80,6 @@ def gathered_input(
     return builder.temporary("gathered_input", context.token_bytes(width), row)
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A linear as one rank runs it: ``[tokens, inputs] -> [tokens, outputs]``, sizes after tensor-parallel cutting."""
-
-    name: str
-    parameter: str
-    """Module that holds its weight."""
-    inputs: int
-    outputs: int
-    tokens: int
-
-
 def layer_linear(context: LoweringContext, layer: int, name: str) -> Linear:
     """The fused ``qkv`` projection of a layer, or its output projection ``proj``."""
     model, hidden = context.model, context.model.hidden_size
@@ -83,33 +90,125 @@ def layer_linear(context: LoweringContext, layer: int, name: str) -> Linear:
     return Linear(name, context.module(layer, f"self_attention.{path}"), inputs, outputs, context.tokens)
 
 
-def linear_forward(builder: ProgramBuilder, context: LoweringContext, linear: Linear) -> int:
-    """The forward GEMM of a linear; returns its row."""
-    shape = GemmShape(
-        linear.tokens, linear.outputs, linear.inputs, "TN", dtype=context.dtype, output=context.dtype
-    )
-    row = builder.gemm(linear.name, shape)
-    builder.parameter_rows.setdefault(linear.parameter, row)
+def linear_forward(
+    builder: ProgramBuilder, context: LoweringContext, linear: Linear, kept_for: Tensor | None = None
+) -> int:
+    """The forward GEMM of a linear behind the quantisation of its input; returns its row.
+
+    ``kept_for`` is the input, where a quantised copy of it is kept for the weight gradient.
+    """
+    if not is_quantized_linear(context, linear):
+        return forward_gemm(builder, context, linear)
+    operand = quantize_input(builder, context, linear, float(linear.tokens * linear.inputs), kept_for)
+    row = forward_gemm(builder, context, linear)
+    if operand is not None:
+        builder.release(operand, row)
     return row
 
 
-def input_gradient(builder: ProgramBuilder, context: LoweringContext, linear: Linear) -> tuple[int, Tensor]:
-    """The GEMM of an input gradient; returns its row and the gradient."""
-    shape = GemmShape(
-        linear.tokens, linear.inputs, linear.outputs, "NN", dtype=context.dtype, output=context.dtype
+def forward_gemm(builder: ProgramBuilder, context: LoweringContext, linear: Linear) -> int:
+    """The forward GEMM of a linear on operands that are there, but for its weight; returns its row."""
+    weight = prepare_weight(builder, context, linear) if is_quantized_linear(context, linear) else None
+    row = builder.gemm(
+        linear.name, forward_shape(context, linear), scale_bytes=scale_bytes(context, linear, "TN")
     )
-    row = builder.gemm(f"{linear.name}_dgrad", shape)
+    builder.parameter_rows.setdefault(linear.parameter, row)
+    if weight is not None:
+        builder.release(weight, row)
+    return row
+
+
+def column_parallel_forward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    linear: Linear,
+    source: Tensor,
+    *,
+    keep_input: bool,
+    keep_copy: bool = True,
+    width: int | None = None,
+) -> int:
+    """The GEMM of a column-parallel linear behind the gather of its input; returns its row.
+
+    Args:
+        builder: where it runs.
+        context: sizes and recipe.
+        linear: the linear.
+        source: its input, as it lies between the tensor-parallel blocks.
+        keep_input: leave ``source`` to others, or to the backward pass; else it is released behind its reader.
+        keep_copy: with ``keep_input``, leave a quantised copy to the backward pass, which gets the same ``source``.
+        width: columns that are gathered, if more than the inputs of the linear.
+    """
+    if is_quantized_linear(context, linear):
+        return _quantized_column_forward(
+            builder, context, linear, source, keep_input=keep_input, keep_copy=keep_copy, width=width
+        )
+    gathered = gathered_input(builder, context, linear.name, width or linear.inputs)
+    if gathered is not None and not keep_input:
+        builder.release(source, len(builder) - 1)
+    row = forward_gemm(builder, context, linear)
+    if gathered is not None:
+        builder.release(gathered, row)
+    elif not keep_input:
+        builder.release(source, row)
+    return row
+
+
+def _quantized_column_forward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    linear: Linear,
+    source: Tensor,
+    *,
+    keep_input: bool,
+    keep_copy: bool,
+    width: int | None,
+) -> int:
+    recipe = context.recipe
+    assert recipe is not None
+    elements = float(linear.tokens * linear.inputs)
+    sharded = context.sequence_parallel
+    kept_for = source if keep_input and keep_copy and builder.keep_activations else None
+    local = elements / context.tp if sharded else elements
+    operand = quantize_input(builder, context, linear, local, kept_for, sharded=sharded)
+    if not keep_input:
+        builder.release(source, builder.last_row)
+    if sharded:
+        # Columns beside the inputs of the linear are not quantised.
+        size = recipe.activation_size(elements) + context.token_bytes(
+            (width or linear.inputs) - linear.inputs
+        )
+        row = gather_quantized(builder, context, f"{linear.name}_all_gather", size)
+        if operand is not None:
+            builder.release(operand, row)
+        builder.wait_for(row)
+        operand = builder.temporary("gathered_input", size, row)
+    row = forward_gemm(builder, context, linear)
+    if operand is not None:
+        builder.release(operand, row)
+    return row
+
+
+def input_gradient(builder: ProgramBuilder, context: LoweringContext, linear: Linear) -> Tensor:
+    """The GEMM of an input gradient; returns the gradient."""
+    row = input_gradient_gemm(builder, context, linear)
     size = context.item * linear.tokens * linear.inputs
-    return row, builder.temporary(f"{linear.name}_input_gradient", size, row)
+    return builder.temporary(f"{linear.name}_input_gradient", size, row)
 
 
-def weight_gradient_shape(
-    context: LoweringContext, outputs: int, inputs: int, tokens: int, count: int = 1
-) -> GemmShape:
-    """The GEMM of a weight gradient: added to the main gradient, or, where units are sharded, written out."""
-    accumulate = context.parallel.zero <= 1
-    output = context.gradient_dtype if accumulate else context.dtype
-    return GemmShape(outputs, inputs, tokens, "NT", context.dtype, output, accumulate, count)
+def input_gradient_gemm(builder: ProgramBuilder, context: LoweringContext, linear: Linear) -> int:
+    """The GEMM of an input gradient on operands that are there, but for its weight; returns its row."""
+    weight = None
+    if is_quantized_linear(context, linear):
+        weight = prepare_weight(builder, context, linear, backward=True)
+    row = builder.gemm(
+        f"{linear.name}_dgrad",
+        input_gradient_shape(context, linear),
+        scale_bytes=scale_bytes(context, linear, "NN"),
+    )
+    if weight is not None:
+        builder.release(weight, row)
+    return row
 
 
 def weight_gradient(
@@ -123,13 +222,16 @@ def weight_gradient(
 
     It reads ``consumed``, which it releases, and ``borrowed``, which others release when it runs at once.
     """
-    shape = weight_gradient_shape(context, linear.outputs, linear.inputs, linear.tokens)
+    shape = weight_gradient_shape(context, linear)
+    scales = scale_bytes(context, linear, "NT")
     name = f"{linear.name}_wgrad"
     if builder.deferred is not None:
         reads = (*consumed, *borrowed)
-        builder.defer(DeferredGemm(name, shape, linear.parameter, builder.layer, builder.module, reads))
+        builder.defer(
+            DeferredGemm(name, shape, linear.parameter, builder.layer, builder.module, reads, scales)
+        )
         return
-    row = builder.gemm(name, shape, phase=Phase.BACKWARD_WEIGHT)
+    row = builder.gemm(name, shape, scale_bytes=scales, phase=Phase.BACKWARD_WEIGHT)
     builder.gradient_rows[linear.parameter] = row
     for tensor in consumed:
         builder.release(tensor, row)
@@ -137,22 +239,31 @@ def weight_gradient(
 
 def run_deferred(builder: ProgramBuilder, gemms: Sequence[DeferredGemm]) -> Iterator[None]:
     """Run the weight-gradient GEMMs a backward for the input put off; yields behind each."""
-    left = Counter(gemm.parameter for gemm in gemms)
     for gemm in gemms:
         builder.layer, builder.module = gemm.layer, gemm.module
-        row = builder.gemm(gemm.name, gemm.shape)
-        left[gemm.parameter] -= 1
-        # A matrix that is used several times is complete with its last GEMM.
-        if not left[gemm.parameter]:
-            builder.gradient_rows[gemm.parameter] = row
+        row = builder.gemm(gemm.name, gemm.shape, scale_bytes=gemm.scale_bytes)
+        builder.gradient_rows[gemm.parameter] = row
         for tensor in gemm.reads:
             builder.release(tensor, row)
         yield
 
 
-def row_parallel_forward(builder: ProgramBuilder, context: LoweringContext, linear: Linear) -> Tensor:
-    """A row-parallel linear and the reduction of its partial sums; returns the reduced output."""
-    row = linear_forward(builder, context, linear)
+def row_parallel_forward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    linear: Linear,
+    source: Tensor,
+    *,
+    discard_input: bool = False,
+) -> Tensor:
+    """A row-parallel linear and the reduction of its partial sums; returns the reduced output.
+
+    ``discard_input`` says that nothing but this linear reads ``source``, so a quantised copy may stand in for it.
+    """
+    kept = builder.keep_activations and is_quantized_linear(context, linear)
+    row = linear_forward(builder, context, linear, source if kept else None)
+    if kept and discard_input:
+        builder.discard(source)
     partial = builder.temporary(f"{linear.name}_output", context.gathered_bytes, row)
     if context.tp == 1:
         return partial
@@ -164,6 +275,47 @@ def row_parallel_forward(builder: ProgramBuilder, context: LoweringContext, line
     return builder.temporary(f"{linear.name}_reduced", context.hidden_bytes, reduced)
 
 
+def linear_backward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    linear: Linear,
+    d_output: Tensor,
+    *,
+    consumed: Sequence[Tensor] = (),
+    borrowed: Sequence[Tensor] = (),
+    gathers: bool = False,
+) -> Tensor:
+    """Input and weight gradient of a linear whose input is not gathered; returns the gradient of its input.
+
+    ``consumed`` and ``borrowed`` are as in :func:`weight_gradient`; ``d_output`` and the input of the linear are each
+    in one of them. ``gathers`` says that ``d_output`` is a shard of the sequence, to be gathered first.
+    """
+    if not is_quantized_linear(context, linear):
+        if gathers:
+            row = gather_sequence(builder, context, f"{linear.name}_gradient_all_gather")
+            builder.wait_for(row)
+            gathered = builder.temporary("gathered_gradient", context.gathered_bytes, row)
+            # The weight gradient reads the gathered gradient, not the shard it was gathered from.
+            if d_output in consumed:
+                builder.release(d_output, row)
+            consumed = (gathered, *(tensor for tensor in consumed if tensor != d_output))
+            borrowed = tuple(tensor for tensor in borrowed if tensor != d_output)
+        d_input = input_gradient(builder, context, linear)
+        weight_gradient(builder, context, linear, consumed, borrowed)
+        return d_input
+    (source,) = (tensor for tensor in (*consumed, *borrowed) if tensor != d_output)
+    quantize = gather_gradient if gathers else quantize_gradient
+    gradient = quantize(builder, context, linear, float(linear.tokens * linear.outputs))
+    d_input = input_gradient(builder, context, linear)
+    if gradient.rowwise is not None:
+        builder.release(gradient.rowwise, builder.last_row)
+    operand = weight_gradient_input(builder, context, linear, float(linear.tokens * linear.inputs), source)
+    weight_gradient(builder, context, linear, (gradient.columnwise, operand))
+    for tensor in consumed:
+        builder.release(tensor, builder.last_row)
+    return d_input
+
+
 def row_parallel_backward(
     builder: ProgramBuilder,
     context: LoweringContext,
@@ -173,22 +325,16 @@ def row_parallel_backward(
     consumed: Sequence[Tensor] = (),
     borrowed: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Input and weight gradient of a row-parallel linear; returns the gradient of its input.
-
-    ``consumed`` and ``borrowed`` are as in :func:`weight_gradient`; ``d_output`` stands among one of them.
-    """
-    if context.sequence_parallel:
-        row = gather_sequence(builder, context, f"{linear.name}_gradient_all_gather")
-        builder.wait_for(row)
-        gathered = builder.temporary("gathered_gradient", context.gathered_bytes, row)
-        # The weight gradient reads the gathered gradient, not the shard it was gathered from.
-        if d_output in consumed:
-            builder.release(d_output, row)
-        consumed = (gathered, *(tensor for tensor in consumed if tensor != d_output))
-        borrowed = tuple(tensor for tensor in borrowed if tensor != d_output)
-    _, d_input = input_gradient(builder, context, linear)
-    weight_gradient(builder, context, linear, consumed, borrowed)
-    return d_input
+    """Input and weight gradient of a row-parallel linear; arguments and result as in :func:`linear_backward`."""
+    return linear_backward(
+        builder,
+        context,
+        linear,
+        d_output,
+        consumed=consumed,
+        borrowed=borrowed,
+        gathers=context.sequence_parallel,
+    )
 
 
 def column_parallel_backward(
@@ -199,6 +345,8 @@ def column_parallel_backward(
     d_output: Tensor,
 ) -> Tensor:
     """Input and weight gradient of a column-parallel linear; returns the gradient of its (sharded) input."""
+    if is_quantized_linear(context, linear):
+        return _quantized_column_backward(builder, context, linear, normalized, d_output)
     gathered: Tensor | None = None
     gather = -1
     if context.sequence_parallel:
@@ -206,22 +354,63 @@ def column_parallel_backward(
         gathered = builder.temporary("gathered_input", context.token_bytes(linear.inputs), gather)
         if not context.overlap.tp:
             builder.wait_for(gather)
-    _row, d_input = input_gradient(builder, context, linear)
-    reduction = -1
-    if context.tp > 1:
-        reduction = reduce_partial_sums(
-            builder,
-            context,
-            f"{linear.name}_gradient",
-            scatter=context.sequence_parallel,
-            width=linear.inputs,
-        )
-        builder.wait_for(gather if context.overlap.tp else reduction)
+    d_input = input_gradient(builder, context, linear)
+    reduction = _reduce_input_gradient(builder, context, linear, gather)
     if gathered is None:
         weight_gradient(builder, context, linear, (d_output, normalized))
     else:
         weight_gradient(builder, context, linear, (d_output, gathered))
         builder.release(normalized, builder.last_row)
+    return _reduced_input_gradient(builder, context, linear, d_input, reduction)
+
+
+def _quantized_column_backward(
+    builder: ProgramBuilder, context: LoweringContext, linear: Linear, source: Tensor, d_output: Tensor
+) -> Tensor:
+    """As :func:`column_parallel_backward`, on quantised operands."""
+    recipe, sharded = context.recipe, context.sequence_parallel
+    assert recipe is not None
+    elements = float(linear.tokens * linear.inputs)
+    size = recipe.activation_size(elements)
+    gradient = quantize_gradient(builder, context, linear, float(linear.tokens * linear.outputs))
+    local = elements / context.tp if sharded else elements
+    shard = operand = weight_gradient_input(builder, context, linear, local, source, sharded=sharded)
+    gather = -1
+    if sharded:
+        gather = gather_quantized(builder, context, f"{linear.name}_input_all_gather", size)
+        operand = builder.temporary("gathered_input", size, gather)
+        if not context.overlap.tp:
+            builder.wait_for(gather)
+    d_input = input_gradient(builder, context, linear)
+    if gradient.rowwise is not None:
+        builder.release(gradient.rowwise, builder.last_row)
+    reduction = _reduce_input_gradient(builder, context, linear, gather)
+    if sharded and recipe.transposes and recipe.copies > 1:
+        row = transpose(builder, context, f"{linear.name}_input", size)
+        builder.release(operand, row)
+        operand = builder.temporary("gathered_input_columns", size, row)
+    weight_gradient(builder, context, linear, (gradient.columnwise, operand))
+    for tensor in (d_output, source, *((shard,) if sharded else ())):
+        builder.release(tensor, builder.last_row)
+    return _reduced_input_gradient(builder, context, linear, d_input, reduction)
+
+
+def _reduce_input_gradient(
+    builder: ProgramBuilder, context: LoweringContext, linear: Linear, gather: int
+) -> int:
+    """Launch the reduction of an input gradient; the next compute waits for it, or with overlap for the gather."""
+    if context.tp == 1:
+        return -1
+    name = f"{linear.name}_gradient"
+    scatter = context.sequence_parallel
+    reduction = reduce_partial_sums(builder, context, name, scatter=scatter, width=linear.inputs)
+    builder.wait_for(gather if context.overlap.tp else reduction)
+    return reduction
+
+
+def _reduced_input_gradient(
+    builder: ProgramBuilder, context: LoweringContext, linear: Linear, d_input: Tensor, reduction: int
+) -> Tensor:
     if reduction >= 0 and context.overlap.tp:
         builder.wait_for(reduction)
     if not context.sequence_parallel:

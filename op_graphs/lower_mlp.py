@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from .lower_linear import (
     Linear,
     column_parallel_backward,
-    gathered_input,
-    linear_forward,
+    column_parallel_forward,
     row_parallel_backward,
     row_parallel_forward,
 )
@@ -25,7 +24,8 @@ class MlpSaved:
     """What the MLP keeps behind the norm; None where it is recomputed in backward."""
 
     fc1_output: Tensor
-    fc2_input: Tensor
+    fc2_input: Tensor | None
+    """None where the activation is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -64,28 +64,38 @@ class Mlp:
 
 
 def mlp_forward(
-    builder: ProgramBuilder, context: LoweringContext, mlp: Mlp, normalized: Tensor, *, keep_input: bool
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    mlp: Mlp,
+    normalized: Tensor,
+    *,
+    keep_input: bool,
+    keep_copy: bool = True,
 ) -> tuple[MlpSaved, Tensor]:
     """Emit an MLP; returns what it keeps, and its output, which the caller releases.
 
-    ``normalized`` is released behind its last reader unless ``keep_input``.
+    ``normalized`` is released behind its last reader unless ``keep_input``; ``keep_copy`` is as in
+    :func:`column_parallel_forward`.
     """
-    gathered = gathered_input(builder, context, mlp.fc1.name)
-    if gathered is not None and not keep_input:
-        builder.release(normalized, len(builder) - 1)
-    row = linear_forward(builder, context, mlp.fc1)
-    if gathered is not None:
-        builder.release(gathered, row)
-    elif not keep_input:
-        builder.release(normalized, row)
-    first, second = context.token_bytes(mlp.fc1.outputs), context.token_bytes(mlp.fc2.inputs)
+    row = column_parallel_forward(
+        builder, context, mlp.fc1, normalized, keep_input=keep_input, keep_copy=keep_copy
+    )
+    first = context.token_bytes(mlp.fc1.outputs)
     fc1_output = builder.activation(f"{mlp.fc1.name}_output", first, row)
-    row = builder.memory_bound(mlp.name, OpKind.ELEMENTWISE, read=first, written=second, dtype=context.dtype)
-    fc2_input = builder.activation(f"{mlp.fc2.name}_input", second, row)
-    builder.forget_unless_kept(fc1_output, row)
-    output = row_parallel_forward(builder, context, mlp.fc2)
+    fc2_input = _activation(builder, context, mlp)
+    builder.forget_unless_kept(fc1_output, builder.last_row)
+    output = row_parallel_forward(builder, context, mlp.fc2, fc2_input, discard_input=True)
+    if builder.keep_activations and context.training.recompute.keeps_products:
+        builder.release(fc2_input, builder.last_row)
+        return MlpSaved(fc1_output, None), output
     builder.forget_unless_kept(fc2_input, builder.last_row)
     return MlpSaved(fc1_output, fc2_input), output
+
+
+def _activation(builder: ProgramBuilder, context: LoweringContext, mlp: Mlp) -> Tensor:
+    first, second = context.token_bytes(mlp.fc1.outputs), context.token_bytes(mlp.fc2.inputs)
+    row = builder.memory_bound(mlp.name, OpKind.ELEMENTWISE, read=first, written=second, dtype=context.dtype)
+    return builder.activation(f"{mlp.fc2.name}_input", second, row)
 
 
 def mlp_backward(
@@ -102,7 +112,12 @@ def mlp_backward(
 
     ``owned`` says that ``d_output`` is nobody else's and released here.
     """
-    consumed: tuple[Tensor, ...] = (saved.fc2_input, d_output) if owned else (saved.fc2_input,)
+    fc2_input = saved.fc2_input
+    if fc2_input is None:
+        phase, builder.phase = builder.phase, Phase.RECOMPUTE
+        fc2_input = _activation(builder, context, mlp)
+        builder.phase = phase
+    consumed: tuple[Tensor, ...] = (fc2_input, d_output) if owned else (fc2_input,)
     borrowed = () if owned else (d_output,)
     d_fc2_input = row_parallel_backward(
         builder, context, mlp.fc2, d_output, consumed=consumed, borrowed=borrowed
@@ -123,6 +138,6 @@ def recompute_mlp(
     """Run an MLP again inside the backward program for what it did not keep."""
     phase, builder.phase = builder.phase, Phase.RECOMPUTE
     saved, output = mlp_forward(builder, context, mlp, normalized, keep_input=True)
-    builder.release(output, builder.last_row)
+    builder.release(output, builder.end_row)
     builder.phase = phase
     return saved

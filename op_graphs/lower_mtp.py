@@ -29,9 +29,8 @@ from .lower_layer import LayerSaved, layer_backward, layer_forward
 from .lower_linear import (
     Linear,
     column_parallel_backward,
+    column_parallel_forward,
     gather_sequence,
-    gathered_input,
-    linear_forward,
     reduce_partial_sums,
 )
 from .lowering_context import LoweringContext
@@ -164,14 +163,10 @@ def _inner_forward(
     builder.release(hidden, row)
     joined = builder.activation("mtp_joined_states", size, row)
     linear = _projection(context, index)
-    gathered = gathered_input(builder, context, linear.name, linear.inputs)
-    if gathered is not None:
-        builder.forget_unless_kept(joined, len(builder) - 1)
-    row = linear_forward(builder, context, linear)
-    if gathered is not None:
-        builder.release(gathered, row)
-    else:
-        builder.forget_unless_kept(joined, row)
+    keep = builder.keep_activations
+    row = column_parallel_forward(builder, context, linear, joined, keep_input=keep)
+    if keep and context.recipe is not None:
+        builder.discard(joined)
     projected = _gather_outputs(builder, context, linear, row)
     saved, output = layer_forward(builder, context, layer, projected)
     return _InnerSaved(joined, saved), output

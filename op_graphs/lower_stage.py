@@ -7,8 +7,9 @@ microbatches use the plain programs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .buckets import Bucket
 from .data_parallel import DataParallelism
@@ -23,10 +24,27 @@ from .lower_ends import (
 from .lower_layer import LayerSaved, layer_backward, layer_forward
 from .lower_linear import run_deferred
 from .lower_mtp import PredictionSaved, prediction_backward, prediction_forward, prediction_units
+from .lower_vision import (
+    VISION_PREFIX,
+    ClassifierSaved,
+    PatchSaved,
+    ProjectorSaved,
+    classifier_backward,
+    classifier_forward,
+    encoder_context,
+    image_token_gradient,
+    insert_image_tokens,
+    patch_embedding_backward,
+    patch_embedding_forward,
+    projector_backward,
+    projector_forward,
+    vision_units,
+)
 from .lowering_context import LoweringContext
 from .parameters import ParameterTensor, parameters_on_stage
 from .program import Program, ProgramBuilder, Tensor
-from .vocabulary import MemoryCategory, Phase
+from .unit_communication import GradientReduction, ShardedWeights
+from .vocabulary import MemoryCategory, OpKind, Phase
 
 
 @dataclass(frozen=True)
@@ -69,11 +87,24 @@ class _Recomputed:
     block_input: Tensor
 
 
+_Block = tuple[int, LayerSaved] | _Recomputed
+
+
+@dataclass
+class _VisionSaved:
+    """What the vision encoder of a vision-language model and its projector keep."""
+
+    embedding: PatchSaved
+    blocks: list[_Block]
+    projector: ProjectorSaved
+
+
 @dataclass
 class _ForwardSaved:
-    embedding: EmbeddingSaved | None
-    blocks: list[tuple[int, LayerSaved] | _Recomputed]
-    head: HeadSaved | PredictionSaved | None
+    vision: _VisionSaved | None
+    embedding: EmbeddingSaved | PatchSaved | None
+    blocks: list[_Block]
+    head: HeadSaved | PredictionSaved | ClassifierSaved | None
 
 
 def lower_chunk(context: LoweringContext, chunk: Chunk) -> ChunkPrograms:
@@ -101,7 +132,7 @@ def lower_chunk(context: LoweringContext, chunk: Chunk) -> ChunkPrograms:
     return ChunkPrograms(
         chunk=chunk,
         forward=forward,
-        forward_first=lowering.forward_with_gather() if gathers else forward,
+        forward_first=lowering.forward_first(gathers=gathers) if gathers or context.recipe else forward,
         backward=lowering.backward(builder, saved, always).build(),
         backward_last=lowering.backward(builder, saved, last).build(),
         backward_input=split.build(),
@@ -119,6 +150,8 @@ def recompute_groups(context: LoweringContext, layers: range) -> list[range]:
         return []
     if recompute.method == "block":
         return [range(layer, layer + 1) for layer in layers[: recompute.layers]]
+    if recompute.method == "every":
+        return [range(layer, layer + 1) for layer in layers if (layer + 1) % recompute.layers == 0]
     step = recompute.layers
     return [layers[start : start + step] for start in range(0, len(layers), step)]
 
@@ -134,51 +167,94 @@ class _ChunkLowering:
 
     def _units(self, *, backward: bool = False) -> list[str]:
         """Units of the chunk in the order in which a pass uses them first."""
-        first = ["embedding"] if self.chunk.has_embedding else []
+        first = [*vision_units(self.context), "embedding"] if self.chunk.has_embedding else []
         layers = [str(layer) for layer in self.chunk.layers]
         head = ["head"] if self.chunk.has_head else []
         predictions = prediction_units(self.context) if self.chunk.has_head else []
         if backward:
-            return [*head, *predictions[::-1], *layers[::-1], *first]
+            return [*head, *predictions[::-1], *layers[::-1], *first[::-1]]
         return [*first, *layers, *head, *predictions]
 
     # -- forward ---------------------------------------------------------------------------------------------
 
-    def forward(self) -> tuple[ProgramBuilder, _ForwardSaved]:
-        """The forward program under construction, and what it keeps."""
+    def forward(self, *, first: bool = False) -> tuple[ProgramBuilder, _ForwardSaved]:
+        """The forward program under construction, and what it keeps; ``first`` is that of the first microbatch."""
         context, chunk = self.context, self.chunk
         builder = ProgramBuilder(context.names, chunk=chunk.index, phase=Phase.FORWARD)
-        weights = _ShardedWeights(builder, self.rules, self._units()).with_buckets(self.buckets)
-        embedding: EmbeddingSaved | None = None
+        builder.casts_weights = first or self.rules.reshards
+        weights = ShardedWeights(builder, self.rules, self._units()).with_buckets(self.buckets)
+        vision: _VisionSaved | None = None
+        embedding: EmbeddingSaved | PatchSaved | None = None
         if chunk.has_embedding:
-            weights.enter("embedding")
-            embedding, hidden = embedding_forward(builder, context)
-            weights.leave("embedding")
+            vision, embedding, hidden = self._inputs_forward(builder, weights)
         else:
             # The receive buffer; it exists from the moment the first kernel of the chunk reads it.
             hidden = builder.allocate(
                 "received_activation", context.hidden_bytes, 0, MemoryCategory.ACTIVATIONS
             )
         blocks, hidden = self._layers_forward(builder, weights, hidden)
-        head: HeadSaved | PredictionSaved | None = None
+        head: HeadSaved | PredictionSaved | ClassifierSaved | None = None
         if chunk.has_head and context.model.mtp_layers:
             head = prediction_forward(builder, context, hidden, weights)
         elif chunk.has_head:
             weights.enter("head")
-            head = head_forward(builder, context, hidden)
+            forward = classifier_forward if context.model.patches else head_forward
+            head = forward(builder, context, hidden)
             weights.leave("head")
         else:
-            builder.output_row = builder.last_row
+            if not len(builder):
+                hidden = _copy_through(builder, context, hidden)
+            # Of an embedding alone the collective behind it is the last to write the output.
+            builder.output_row = builder.last_row if chunk.layers else builder.end_row
             # The output is handed to the next stage; the framework frees it once it is sent.
-            builder.release(hidden, builder.last_row)
-        return builder, _ForwardSaved(embedding, blocks, head)
+            builder.release(hidden, builder.output_row)
+        return builder, _ForwardSaved(vision, embedding, blocks, head)
+
+    def _inputs_forward(
+        self, builder: ProgramBuilder, weights: ShardedWeights
+    ) -> tuple[_VisionSaved | None, EmbeddingSaved | PatchSaved, Tensor]:
+        """What lies before the first layer: a vision encoder, where there is one, and the embedding."""
+        context = self.context
+        vision: _VisionSaved | None = None
+        images: Tensor | None = None
+        if context.model.vision is not None:
+            vision, images = self._vision_forward(builder, weights)
+        weights.enter("embedding")
+        embedding: EmbeddingSaved | PatchSaved
+        if context.model.patches is not None:
+            embedding, hidden = patch_embedding_forward(builder, context)
+        else:
+            embedding, hidden = embedding_forward(builder, context, whole=images is not None)
+        if images is not None:
+            hidden = insert_image_tokens(builder, context, hidden, images)
+        weights.leave("embedding")
+        return vision, embedding, hidden
+
+    def _encoder(self) -> _ChunkLowering:
+        """The lowering of the vision encoder, all of whose layers lie in this chunk."""
+        context = encoder_context(self.context)
+        return replace(self, context=context, chunk=replace(self.chunk, layers=range(context.model.layers)))
+
+    def _vision_forward(
+        self, builder: ProgramBuilder, weights: ShardedWeights
+    ) -> tuple[_VisionSaved, Tensor]:
+        encoder = self._encoder()
+        builder.module_prefix = VISION_PREFIX
+        weights.enter("vision_embedding")
+        embedding, hidden = patch_embedding_forward(builder, encoder.context)
+        weights.leave("vision_embedding")
+        blocks, hidden = encoder._layers_forward(builder, weights, hidden)
+        weights.enter("vision_projection")
+        projector, images = projector_forward(builder, self.context, hidden)
+        weights.leave("vision_projection")
+        return _VisionSaved(embedding, blocks, projector), images
 
     def _layers_forward(
-        self, builder: ProgramBuilder, weights: _ShardedWeights, hidden: Tensor
-    ) -> tuple[list[tuple[int, LayerSaved] | _Recomputed], Tensor]:
+        self, builder: ProgramBuilder, weights: ShardedWeights, hidden: Tensor
+    ) -> tuple[list[_Block], Tensor]:
         context, layers = self.context, self.chunk.layers
         groups = {group.start: group for group in recompute_groups(context, layers)}
-        blocks: list[tuple[int, LayerSaved] | _Recomputed] = []
+        blocks: list[_Block] = []
         layer = layers.start
         while layer < layers.stop:
             group = groups.get(layer)
@@ -186,20 +262,23 @@ class _ChunkLowering:
                 blocks.append(_Recomputed(group, hidden))
             builder.keep_activations = group is None
             for inner in group or range(layer, layer + 1):
-                weights.enter(str(inner))
+                weights.enter(context.unit(inner))
                 keep_input = group is not None and inner == group.start
                 saved, hidden = layer_forward(builder, context, inner, hidden, keep_input=keep_input)
-                weights.leave(str(inner))
+                weights.leave(context.unit(inner))
             builder.keep_activations = True
             if group is None:
                 blocks.append((layer, saved))
             layer = group.stop if group else layer + 1
         return blocks, hidden
 
-    def forward_with_gather(self) -> Program:
-        """The forward program with a gather of each bucket, in order of use, before its first reader."""
-        builder, _ = self.forward()
-        for bucket in filter(self.rules.gathers, reversed(self.buckets)):
+    def forward_first(self, *, gathers: bool) -> Program:
+        """The forward program of a step's first microbatch, which quantises weights where a recipe does.
+
+        With ``gathers`` each bucket is gathered, in order of use, before its first reader.
+        """
+        builder, _ = self.forward(first=True)
+        for bucket in filter(self.rules.gathers, reversed(self.buckets) if gathers else ()):
             row = self.rules.emit_gather(builder, bucket, after=[])
             for module in bucket.modules:
                 reader = builder.parameter_rows.get(module)
@@ -226,8 +305,9 @@ class _ChunkLowering:
             context.names, chunk=self.chunk.index, phase=Phase.BACKWARD_INPUT, forward=forward
         )
         builder.deferred = [] if split else None
-        weights = _ShardedWeights(builder, self.rules, self._units(backward=True)).with_buckets(self.buckets)
-        reduction = _GradientReduction(builder, self.rules, buckets)
+        builder.casts_weights = self.rules.reshards
+        weights = ShardedWeights(builder, self.rules, self._units(backward=True)).with_buckets(self.buckets)
+        reduction = GradientReduction(builder, self.rules, buckets)
         if isinstance(saved.head, PredictionSaved):
             gradient = prediction_backward(builder, context, saved.head, weights)
             if self.chunk.has_embedding:
@@ -236,30 +316,78 @@ class _ChunkLowering:
             reduction.emit_complete()
         elif saved.head is not None:
             weights.enter("head")
-            gradient = head_backward(builder, context, saved.head)
+            if isinstance(saved.head, ClassifierSaved):
+                gradient = classifier_backward(builder, context, saved.head)
+            else:
+                gradient = head_backward(builder, context, saved.head)
             weights.leave("head")
             reduction.emit_complete()
         else:
             gradient = builder.allocate(
                 "received_gradient", context.hidden_bytes, 0, MemoryCategory.TEMPORARY
             )
-        for block in reversed(saved.blocks):
-            for layer in block.layers if isinstance(block, _Recomputed) else (block[0],):
-                weights.enter(str(layer))
-            layers = _recompute(builder, context, block) if isinstance(block, _Recomputed) else [block]
-            for layer, layer_saved in reversed(layers):
-                gradient = layer_backward(builder, context, layer, layer_saved, gradient)
-                weights.leave(str(layer))
-                reduction.emit_complete()
+        gradient = self._layers_backward(builder, weights, reduction, saved.blocks, gradient)
         if saved.embedding is not None:
-            weights.enter("embedding")
-            embedding_backward(builder, context, saved.embedding, gradient)
-            weights.leave("embedding")
-            reduction.emit_complete()
+            self._inputs_backward(builder, weights, reduction, saved, gradient)
         else:
+            if not len(builder):
+                gradient = _copy_through(builder, context, gradient)
             builder.output_row = builder.last_row
             builder.release(gradient, builder.last_row)
         return builder
+
+    def _layers_backward(
+        self,
+        builder: ProgramBuilder,
+        weights: ShardedWeights,
+        reduction: GradientReduction,
+        blocks: Sequence[_Block],
+        gradient: Tensor,
+    ) -> Tensor:
+        context = self.context
+        for block in reversed(blocks):
+            for layer in block.layers if isinstance(block, _Recomputed) else (block[0],):
+                weights.enter(context.unit(layer))
+            layers = _recompute(builder, context, block) if isinstance(block, _Recomputed) else [block]
+            for layer, layer_saved in reversed(layers):
+                gradient = layer_backward(builder, context, layer, layer_saved, gradient)
+                weights.leave(context.unit(layer))
+                reduction.emit_complete()
+        return gradient
+
+    def _inputs_backward(
+        self,
+        builder: ProgramBuilder,
+        weights: ShardedWeights,
+        reduction: GradientReduction,
+        saved: _ForwardSaved,
+        gradient: Tensor,
+    ) -> None:
+        """Backward of :meth:`_inputs_forward`."""
+        context, vision = self.context, saved.vision
+        weights.enter("embedding")
+        d_images: Tensor | None = None
+        if vision is not None:
+            d_images, gradient = image_token_gradient(builder, context, gradient)
+        if isinstance(saved.embedding, PatchSaved):
+            patch_embedding_backward(builder, context, saved.embedding, gradient)
+        elif saved.embedding is not None:
+            embedding_backward(builder, context, saved.embedding, gradient, whole=vision is not None)
+        weights.leave("embedding")
+        reduction.emit_complete()
+        if vision is None or d_images is None:
+            return
+        weights.enter("vision_projection")
+        gradient = projector_backward(builder, context, vision.projector, d_images)
+        weights.leave("vision_projection")
+        encoder = self._encoder()
+        builder.module_prefix = VISION_PREFIX
+        gradient = encoder._layers_backward(builder, weights, reduction, vision.blocks, gradient)
+        weights.enter("vision_embedding")
+        patch_embedding_backward(builder, encoder.context, vision.embedding, gradient)
+        weights.leave("vision_embedding")
+        builder.module_prefix = ""
+        reduction.emit_complete()
 
     def backward_weight(
         self, forward: ProgramBuilder, backward_input: ProgramBuilder, buckets: Sequence[Bucket]
@@ -274,11 +402,29 @@ class _ChunkLowering:
         )
         # Gradients without a GEMM (norms, biases, embeddings) are complete after the first half.
         builder.gradient_rows.update(dict.fromkeys(backward_input.gradient_rows, -1))
-        reduction = _GradientReduction(builder, self.rules, buckets)
+        reduction = GradientReduction(builder, self.rules, buckets)
         assert backward_input.deferred is not None
-        for _ in run_deferred(builder, backward_input.deferred):
+        left = Counter(gemm.parameter for gemm in backward_input.deferred)
+        done = run_deferred(builder, backward_input.deferred)
+        for gemm, _ in zip(backward_input.deferred, done, strict=True):
+            left[gemm.parameter] -= 1
+            if left[gemm.parameter]:
+                # A matrix that is used several times is complete with its last GEMM.
+                builder.gradient_rows.pop(gemm.parameter)
             reduction.emit_complete()
+        # A stage without layers may have put off nothing.
+        reduction.emit_complete()
         return builder.build()
+
+
+def _copy_through(builder: ProgramBuilder, context: LoweringContext, received: Tensor) -> Tensor:
+    """What a stage that holds nothing does with what it receives: Megatron-Core's empty block clones it."""
+    size = context.hidden_bytes
+    row = builder.memory_bound(
+        "empty_stage_copy", OpKind.MEMCPY, read=size, written=size, dtype=context.dtype
+    )
+    builder.release(received, row)
+    return builder.temporary("empty_stage_output", size, row)
 
 
 def _recompute(
@@ -294,80 +440,3 @@ def _recompute(
     builder.release(hidden, builder.last_row)
     builder.phase = Phase.BACKWARD_INPUT
     return layers
-
-
-class _GradientReduction:
-    """Emits the reduction of each bucket once every gradient in it is complete."""
-
-    def __init__(self, builder: ProgramBuilder, rules: DataParallelism, buckets: Sequence[Bucket]) -> None:
-        self._builder = builder
-        self._rules = rules
-        self._open = list(buckets)
-        self._begin = 0
-
-    def emit_complete(self) -> None:
-        """Reduce every bucket whose last gradient the operations added since the last call complete."""
-        builder, rules = self._builder, self._rules
-        for bucket in list(self._open):
-            if not all(module in builder.gradient_rows for module in bucket.modules):
-                continue
-            self._open.remove(bucket)
-            row = rules.emit_reduction(builder, bucket)
-            if not rules.context.overlap.grad_reduce:
-                builder.wait_for(row)
-            if rules.reduces_every_microbatch:
-                # Whole gradients of the unit live from its first weight gradient until they are scattered.
-                size = rules.context.item * bucket.elements
-                gradients = builder.allocate(
-                    "unsharded_gradients", size, self._begin, MemoryCategory.GRADIENTS
-                )
-                builder.release(gradients, row)
-        self._begin = len(builder)
-
-
-class _ShardedWeights:
-    """Gathers a unit's weights before it runs and the next unit's while it runs, and drops them behind it.
-
-    Does nothing where weights are not sharded by unit.
-    """
-
-    def __init__(self, builder: ProgramBuilder, rules: DataParallelism, units: Sequence[str]) -> None:
-        self._builder = builder
-        self._rules = rules
-        self._units = list(units) if rules.reshards else []
-        self._buckets: dict[str, list[Bucket]] = {}
-        self._gathered: dict[str, tuple[list[int], list[Tensor]]] = {}
-
-    def with_buckets(self, buckets: Sequence[Bucket]) -> _ShardedWeights:
-        """Set what is gathered for each unit."""
-        for bucket in buckets:
-            self._buckets.setdefault(bucket.unit, []).append(bucket)
-        return self
-
-    def enter(self, unit: str, *, prefetch: bool = True) -> None:
-        """Wait for the weights of a unit, and start gathering those of the unit behind it (``prefetch``)."""
-        if not self._units:
-            return
-        self._gather(unit)
-        self._builder.wait_for(*self._gathered[unit][0])
-        following = self._units.index(unit) + 1
-        if prefetch and following < len(self._units):
-            self._gather(self._units[following])
-
-    def leave(self, unit: str) -> None:
-        """Drop the weights of a unit."""
-        if not self._units:
-            return
-        for tensor in self._gathered.pop(unit)[1]:
-            self._builder.release(tensor, self._builder.last_row)
-
-    def _gather(self, unit: str) -> None:
-        if unit in self._gathered:
-            return
-        rows, tensors = [], []
-        for bucket in filter(self._rules.gathers, self._buckets.get(unit, [])):
-            row = self._rules.emit_gather(self._builder, bucket, after=None)
-            rows.append(row)
-            size = self._rules.context.item * bucket.elements
-            tensors.append(self._builder.allocate("gathered_weights", size, row, MemoryCategory.WEIGHTS))
-        self._gathered[unit] = rows, tensors

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .buckets import form_buckets
-from .data_parallel import STATES_PER_PARAMETER, DataParallelism
+from .data_parallel import DataParallelism
 from .lower_stage import ChunkPrograms
 from .lowering_context import LoweringContext
+from .optimizers import OPTIMIZERS
 from .parameters import ParameterTensor, elements_of
-from .program import Program, ProgramBuilder
+from .precision import is_quantized
+from .program import Program, ProgramBuilder, Tensor
 from .vocabulary import Communication, Dimension, DType, MemoryCategory, OpKind, Phase
 
 RENDEZVOUS_GRADIENT_NORM = "gradient_norm_all_reduce"
@@ -166,17 +168,29 @@ def _reduce_replicated_gradients(
 def _optimizer_step(
     builder: ProgramBuilder, context: LoweringContext, chunks: Sequence[ChunkPrograms]
 ) -> None:
-    """Gradient norm, clipping and the update of this rank's shard, all bound by memory traffic."""
+    """Gradient norm, clipping and the update of this rank's shard."""
     builder.phase = Phase.OPTIMIZER
-    elements = DataParallelism(context).sharded_elements(_parameters(chunks))
-    gradient = context.gradient_dtype.itemsize * elements
+    rules = DataParallelism(context)
+    shard = rules.optimizer_shard(_parameters(chunks))
+    elements, dtype = shard.elements, shard.gradient_dtype
+    gradient = dtype.itemsize * elements
+    copy: Tensor | None = None
+    if rules.copies_gradients:
+        row = builder.memory_bound(
+            "gradient_copy_to_fp32",
+            OpKind.OPTIMIZER,
+            read=context.gradient_dtype.itemsize * elements,
+            written=gradient,
+            dtype=dtype,
+        )
+        copy = builder.allocate("fp32_gradients", gradient, row, MemoryCategory.GRADIENTS)
     if context.dtype is DType.FP16:
         builder.memory_bound(
             "gradient_unscale_check_finite",
             OpKind.OPTIMIZER,
             read=gradient,
             written=gradient,
-            dtype=context.gradient_dtype,
+            dtype=dtype,
         )
     builder.memory_bound(
         "gradient_norm",
@@ -184,7 +198,7 @@ def _optimizer_step(
         read=gradient,
         written=4.0,
         access="stream",
-        dtype=context.gradient_dtype,
+        dtype=dtype,
     )
     if context.parallel.world_size > 1:
         row = builder.collective(
@@ -196,26 +210,40 @@ def _optimizer_step(
             dtype=DType.FP32,
         )
         builder.wait_for(row)
+    builder.memory_bound("gradient_clip", OpKind.OPTIMIZER, read=gradient, written=gradient, dtype=dtype)
+    OPTIMIZERS[context.training.optimizer].emit_step(builder, shard)
+    # A master of two bytes is the rest of the model's weight, which the update writes itself.
+    if context.dtype is not DType.FP32 and context.training.optimizer_dtypes.master is DType.FP32:
+        _copy_to_model(builder, context, rules, chunks)
+    if copy is not None:
+        # It lives until gradients are zeroed for the next step.
+        builder.release(copy, builder.last_row)
+
+
+def _copy_to_model(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    rules: DataParallelism,
+    chunks: Sequence[ChunkPrograms],
+) -> None:
+    """Master weights to the weights of the model, in the type in which they are gathered."""
+    parameters = _parameters(chunks)
+    elements, written, recipe = rules.sharded_elements(parameters), 0.0, context.recipe
+    written = context.item * elements
+    if recipe is not None and context.training.fp8_param_gather:
+        quantized = rules.sharded_elements([tensor for tensor in parameters if is_quantized(tensor)])
+        written -= (context.item - recipe.gathered_weight_bytes) * quantized
+        if recipe.amax_kernel and recipe.gathered_weight_bytes < context.item:
+            builder.memory_bound(
+                "master_weight_amax", OpKind.REDUCTION, read=4.0 * quantized, written=4.0, dtype=DType.FP32
+            )
     builder.memory_bound(
-        "gradient_clip", OpKind.OPTIMIZER, read=gradient, written=gradient, dtype=context.gradient_dtype
-    )
-    # Master weight and states are read and written in fp32, the gradient is read.
-    states = 4.0 * elements * (STATES_PER_PARAMETER[context.training.optimizer] + 1)
-    builder.memory_bound(
-        context.training.optimizer,
+        "master_to_model_weights",
         OpKind.OPTIMIZER,
-        read=states + gradient,
-        written=states,
-        dtype=DType.FP32,
+        read=4.0 * elements,
+        written=written,
+        dtype=context.dtype,
     )
-    if context.dtype is not DType.FP32:
-        builder.memory_bound(
-            "master_to_model_weights",
-            OpKind.OPTIMIZER,
-            read=4.0 * elements,
-            written=context.item * elements,
-            dtype=context.dtype,
-        )
 
 
 def _persistent(
@@ -226,6 +254,8 @@ def _persistent(
         PersistentBuffer(_PERSISTENT_NAMES[category], size, category)
         for category, size in rules.persistent_bytes(_parameters(chunks)).items()
     ]
+    quantized = rules.quantized_weight_bytes(_parameters(chunks))
+    buffers.append(PersistentBuffer("quantized_weights", quantized, MemoryCategory.WEIGHTS))
     buffers.append(PersistentBuffer("library_workspaces", workspace_bytes, MemoryCategory.TEMPORARY))
     if not rules.accumulates_main_gradients:
         return [buffer for buffer in buffers if buffer.size]

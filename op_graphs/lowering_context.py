@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .imbalance import BALANCED, RankLoad
 from .model import ModelDescription
 from .plan import OverlapPlan, ParallelPlan, TrainingPlan
+from .precision import PrecisionRecipe
 from .program import GraphNames
 from .vocabulary import Dimension, DType
 
@@ -21,8 +23,14 @@ class LoweringContext:
     names: GraphNames
     rank: int
     """Global rank whose groups are used: the representative of its pipeline stage."""
+    recipe: PrecisionRecipe | None = None
+    """How linears are quantised; None for GEMMs in the training dtype."""
     copy_rank: int | None = None
     """Rank that holds the other copy of this rank's parameters, in a schedule with two copies of the model."""
+    load: RankLoad = BALANCED
+    """What this rank does relative to a balanced one."""
+    module_prefix: str = ""
+    """Path before every module: that of a model inside the model."""
 
     @property
     def tp(self) -> int:
@@ -53,6 +61,11 @@ class LoweringContext:
     def item(self) -> float:
         """Bytes of a weight or activation element."""
         return self.dtype.itemsize
+
+    @property
+    def gemm_dtype(self) -> DType:
+        """Element type of the operands of a linear's GEMMs."""
+        return self.dtype if self.recipe is None else self.recipe.element
 
     @property
     def gradient_dtype(self) -> DType:
@@ -116,7 +129,11 @@ class LoweringContext:
         """Module path of a part of a layer, as ``op_graphs.parameters`` names it; prediction heads come last."""
         if layer >= self.model.layers:
             return f"mtp.layers.{layer - self.model.layers}.transformer_layer.{path}"
-        return f"decoder.layers.{layer}.{path}"
+        return f"{self.module_prefix}decoder.layers.{layer}.{path}"
+
+    def unit(self, layer: int) -> str:
+        """The unit of weights of a layer (``op_graphs.buckets.unit_of``)."""
+        return f"vision.{layer}" if self.module_prefix else str(layer)
 
     def group(self, dimension: Dimension) -> int:
         """Index of this rank's process group along a dimension."""

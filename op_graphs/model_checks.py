@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 
 from .model import ModelError
@@ -28,6 +29,22 @@ def probability_problem(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         return f"must be a number from 0 to below 1, not {shown(value)}"
     return ""
+
+
+def factor_problem(value: object) -> str:
+    """For a factor that may be left open."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        return f"must be a number above 0, or null, not {shown(value)}"
+    return ""
+
+
+def pattern_problem(value: object) -> str:
+    """For the letters of a pattern of attention windows."""
+    if isinstance(value, str) and value and not set(value) - {"w", "f"} and len(value) <= MOST_LAYERS:
+        return ""
+    return f"must be letters w (window) and f (full attention), one a layer, not {shown(value)}"
 
 
 def choice_problem(value: object, choices: Sequence[str]) -> str:

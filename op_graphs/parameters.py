@@ -1,62 +1,95 @@
-"""Parameters of a model, tensor by tensor: whole, and as one rank of a tensor-parallel group holds them.
+"""Parameters of a model, tensor by tensor: whole, and as one rank of its parallel groups holds them.
 
 The sharding is Megatron-LM's: the QKV projection and the first linear of the MLP are column-parallel (weight and bias
 cut along their outputs), the attention projection and the second linear are row-parallel (weight cut along its
 inputs, bias replicated), norms and learned positions are replicated, the embedding and the output head are cut along
 the padded vocabulary. Gate and value of a gated MLP, and query, key and value, are one tensor each, as in
-Megatron-Core. Tensors are listed in the order in which a forward pass uses them.
+Megatron-Core. Routed experts are dealt out over the expert-parallel ranks and each is cut over the
+expert-tensor-parallel ranks; the router, the gate of shared experts and the down projections of latent attention are
+replicated. Tensors are listed in the order in which a forward pass uses them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 from .model import ModelDescription, ModelError
+from .parameters_checks import expert_parallel_problem, local_kv_heads, tensor_parallel_problem
+from .parameters_shards import ParameterTensor, Role, Shards, elements_of
 
-Role = Literal["weight", "bias", "norm", "embedding", "positions", "head"]
-
-
-@dataclass(frozen=True)
-class ParameterTensor:
-    """One parameter tensor of one rank."""
-
-    name: str
-    """Module path and ``weight`` or ``bias``, with Megatron-Core's module names."""
-    shape: tuple[int, ...]
-    """Elements on this rank; a linear's weight is ``(outputs, inputs)``."""
-    role: Role
-    layer: int = -1
-    """Global layer number; -1 outside the layers."""
-    tp_axis: int | None = None
-    """Axis cut over the tensor-parallel ranks; ``None`` if every rank holds the whole tensor."""
-    reduced_over_tp: bool = False
-    """Whether each rank has only a part of the gradient, to be summed over the tensor-parallel group: replicated
-    tensors that see a shard of the sequence (sequence parallelism) or of the heads (norms of queries and keys)."""
-    tied: bool = False
-    """Whether the tensor is the vocabulary matrix that embedding and head share; the gradients of its copies on the
-    first and last pipeline stage are summed."""
-
-    @property
-    def elements(self) -> int:
-        """Number of elements on this rank."""
-        return math.prod(self.shape)
+__all__ = [
+    "ParameterTensor",
+    "Role",
+    "count_active_parameters",
+    "count_mtp_parameters",
+    "count_parameters",
+    "count_vision_parameters",
+    "elements_of",
+    "expert_parallel_problem",
+    "layer_parameters",
+    "local_kv_heads",
+    "parameters_on_stage",
+    "tensor_parallel_problem",
+    "vision_parameters",
+]
 
 
 def count_parameters(model: ModelDescription, padded_for_tp: int | None = None, seq_len: int = 0) -> int:
-    """Parameters of the whole model; a tied vocabulary matrix counts once.
+    """Parameters of the whole model, as published figures count them.
 
-    The vocabulary is that of the tokenizer, or, with ``padded_for_tp``, as it is padded for that tensor-parallel
-    degree. ``seq_len`` gives the rows of learned positions where the model does not.
+    A tied vocabulary matrix counts once, a vision encoder and its projector count, heads for multi-token prediction
+    do not (:func:`count_mtp_parameters`). The vocabulary is that of the tokenizer, or, with ``padded_for_tp``, as it
+    is padded for that tensor-parallel degree. ``seq_len`` gives the rows of learned positions where the model does
+    not.
 
     Raises:
         ModelError: if the model has learned positions and neither it nor the caller says how many.
     """
     vocab = model.vocab_size if padded_for_tp is None else model.padded_vocab(padded_for_tp)
-    shards = _Shards(model, tp=1, sequence_parallel=False, vocab_rows=vocab)
-    return elements_of(shards.stage(range(model.layers), has_embedding=True, has_head=True, seq_len=seq_len))
+    shards = Shards(model, tp=1, sequence_parallel=False, vocab_rows=vocab)
+    ends = [*shards.embedding(seq_len), *shards.norm("decoder.final_layernorm", -1)]
+    ends += shards.head(tied_to_embedding=model.tied_embeddings)
+    layers = sum(times * elements_of(shards.layer(layer)) for layer, times in _distinct_layers(model))
+    return elements_of(ends) + layers + count_vision_parameters(model)
+
+
+def count_active_parameters(model: ModelDescription, seq_len: int = 0, with_embedding: bool = True) -> int:
+    """Parameters one token passes through: :func:`count_parameters` without the experts not chosen for it.
+
+    ``with_embedding=False`` leaves out the embedding table (of which a token reads one row) but not the output head,
+    as gpt-oss counts; DeepSeek and Mixtral count both.
+
+    Raises:
+        ModelError: as :func:`count_parameters`.
+    """
+    total = count_parameters(model, seq_len=seq_len)
+    if not with_embedding and not model.tied_embeddings and model.patches is None:
+        total -= model.vocab_size * model.hidden_size
+    if model.moe is None:
+        return total
+    idle = model.moe.experts - model.moe.top_k
+    moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.layers))
+    return total - moe_layers * idle * _elements_of_an_expert(model)
+
+
+def count_mtp_parameters(model: ModelDescription, active: bool = False) -> int:
+    """Parameters of the heads for multi-token prediction, without the embedding and output head that they share.
+
+    ``active`` leaves out the experts not chosen for a token.
+    """
+    shards = Shards(model, tp=1, sequence_parallel=False, vocab_rows=model.vocab_size)
+    count = sum(elements_of(shards.prediction_head(index)) for index in range(model.mtp_layers))
+    if active and model.moe is not None and model.is_moe_layer(model.layers):
+        idle = model.moe.experts - model.moe.top_k
+        count -= model.mtp_layers * idle * _elements_of_an_expert(model)
+    return count
+
+
+def count_vision_parameters(model: ModelDescription) -> int:
+    """Parameters of the vision encoder and the projector; 0 for a model without."""
+    return elements_of(vision_parameters(model))
 
 
 def parameters_on_stage(
@@ -68,6 +101,10 @@ def parameters_on_stage(
     has_head: bool,
     *,
     seq_len: int = 0,
+    ep: int = 1,
+    etp: int = 1,
+    has_mtp: bool | None = None,
+    has_vision: bool | None = None,
 ) -> list[ParameterTensor]:
     """Parameter tensors one rank holds for a pipeline stage (or model chunk), in forward order.
 
@@ -75,148 +112,105 @@ def parameters_on_stage(
     its own; without ``has_embedding`` (pipeline parallelism) the stage holds its own copy. Learned positions lie with
     the embedding and have ``model.max_positions`` rows, or ``seq_len`` where the model leaves it open.
 
+    Heads for multi-token prediction lie with the output head unless ``has_mtp`` says otherwise, with a copy of the
+    embedding where the stage has none; a vision encoder lies with the embedding unless ``has_vision`` does.
+
     Raises:
-        ModelError: if ``tp`` does not fit the model (see :func:`tensor_parallel_problem`), or the number of learned
-            positions is not known.
+        ModelError: if a degree does not fit the model (see :func:`tensor_parallel_problem` and
+            :func:`expert_parallel_problem`), or the number of learned positions is not known.
     """
-    problem = tensor_parallel_problem(model, tp)
+    problem = tensor_parallel_problem(model, tp) or expert_parallel_problem(model, ep, etp)
     if problem:
         raise ModelError(problem)
-    shards = _Shards(model, tp, sequence_parallel and tp > 1, vocab_rows=model.padded_vocab(tp) // tp)
-    return shards.stage(layers, has_embedding, has_head, seq_len)
+    rows = model.padded_vocab(tp) // tp
+    shards = Shards(model, tp, sequence_parallel and tp > 1, rows, ep, etp)
+    with_mtp = model.mtp_layers > 0 and (has_head if has_mtp is None else has_mtp)
+    tensors: list[ParameterTensor] = []
+    if has_embedding if has_vision is None else has_vision:
+        tensors += vision_parameters(model, tp, sequence_parallel)
+    if has_embedding:
+        tensors += shards.embedding(seq_len)
+        if model.mtp_layers and not with_mtp:
+            tensors = [replace(t, tied=True) if t.role == "embedding" else t for t in tensors]
+    for layer in layers:
+        tensors += shards.layer(layer)
+    if has_head:
+        tensors += shards.norm("decoder.final_layernorm", -1)
+    if with_mtp:
+        if not has_embedding and not (has_head and model.tied_embeddings):
+            tensors.append(shards.vocabulary("embedding.word_embeddings.weight", "embedding", tied=True))
+        for index in range(model.mtp_layers):
+            tensors += shards.prediction_head(index)
+    if has_head:
+        tensors += shards.head(tied_to_embedding=model.tied_embeddings and has_embedding)
+    return tensors
 
 
 def layer_parameters(
-    model: ModelDescription, tp: int = 1, sequence_parallel: bool = False, layer: int = 0
+    model: ModelDescription,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    layer: int = 0,
+    *,
+    ep: int = 1,
+    etp: int = 1,
 ) -> list[ParameterTensor]:
     """Parameter tensors one rank holds for one transformer layer, in forward order.
 
     Raises:
-        ModelError: if ``tp`` does not fit the model (see :func:`tensor_parallel_problem`).
+        ModelError: if a degree does not fit the model.
     """
-    return parameters_on_stage(model, (layer,), tp, sequence_parallel, has_embedding=False, has_head=False)
+    return parameters_on_stage(
+        model, (layer,), tp, sequence_parallel, has_embedding=False, has_head=False, ep=ep, etp=etp
+    )
 
 
-def elements_of(tensors: Iterable[ParameterTensor]) -> int:
-    """Elements of several tensors together."""
-    return sum(tensor.elements for tensor in tensors)
+def vision_parameters(
+    model: ModelDescription, tp: int = 1, sequence_parallel: bool = False
+) -> list[ParameterTensor]:
+    """Tensors of the vision encoder and its projector on one rank, in forward order; empty for a model without.
 
+    The projector's linears alternate between column- and row-parallel from the first on; a last one without partner
+    is replicated.
 
-def local_kv_heads(model: ModelDescription, tp: int) -> int:
-    """Key-value heads on each rank: their share, or one where ranks outnumber them (the head is replicated).
-
-    Megatron-Core does not replicate in that case: it cuts the QKV weight evenly all the same and gathers the
-    projected heads. Replication is what most other frameworks do, and what is modelled here.
+    Raises:
+        ModelError: if ``tp`` does not fit the encoder.
     """
-    return max(model.kv_heads // tp, 1)
-
-
-def tensor_parallel_problem(model: ModelDescription, tp: int) -> str:
-    """Why the model cannot be cut over ``tp`` ranks, with the nearest degree that fits; '' if it can.
-
-    Heads and FFN width must divide by ``tp``; key-value heads must divide by it, or it by them. The vocabulary is
-    padded, so any ``tp`` fits it.
-    """
-    reasons = _misfits(model, tp)
-    if not reasons:
-        return ""
-    legal = [degree for degree in range(1, model.heads + 1) if not _misfits(model, degree)]
-    nearest = min(legal, key=lambda degree: (abs(degree - tp), degree))
-    return f"tp {tp} does not fit {model.name}: {'; '.join(reasons)}. The nearest tp that fits is {nearest}"
-
-
-def _misfits(model: ModelDescription, tp: int) -> list[str]:
-    if tp < 1:
-        return ["it must be at least 1"]
-    reasons = []
-    if model.heads % tp:
-        reasons.append(f"{model.heads} heads do not divide by it")
-    if model.ffn_size % tp:
-        reasons.append(f"ffn_size {model.ffn_size} does not divide by it")
-    if model.kv_heads % tp and tp % model.kv_heads:
-        reasons.append(f"{model.kv_heads} key-value heads do not divide by it, nor it by them")
-    return reasons
-
-
-@dataclass(frozen=True)
-class _Shards:
-    """Builds the tensors of one tensor-parallel rank."""
-
-    model: ModelDescription
-    tp: int
-    sequence_parallel: bool
-    vocab_rows: int
-
-    def stage(
-        self, layers: Sequence[int], has_embedding: bool, has_head: bool, seq_len: int
-    ) -> list[ParameterTensor]:
-        tensors: list[ParameterTensor] = []
-        if has_embedding:
-            tensors += self._embedding(seq_len)
-        for layer in layers:
-            tensors += self._layer(layer)
-        if has_head:
-            tensors += self._norm("decoder.final_layernorm", -1)
-            if not (self.model.tied_embeddings and has_embedding):
-                tensors.append(self._vocabulary("output_layer.weight", "head"))
-        return tensors
-
-    def _embedding(self, seq_len: int) -> list[ParameterTensor]:
-        tensors = [self._vocabulary("embedding.word_embeddings.weight", "embedding")]
-        if self.model.positions == "learned":
-            rows = self.model.max_positions or seq_len
-            if rows < 1:
-                raise ModelError(
-                    f"model {self.model.name} has learned positions: give max_positions, or the sequence length"
-                )
-            shape = (rows, self.model.hidden_size)
-            tensors.append(ParameterTensor("embedding.position_embeddings.weight", shape, "positions"))
-        return tensors
-
-    def _layer(self, layer: int) -> list[ParameterTensor]:
-        model, prefix = self.model, f"decoder.layers.{layer}"
-        hidden, head = model.hidden_size, model.head_size
-        query = model.query_size // self.tp
-        qkv = query + 2 * local_kv_heads(model, self.tp) * head
-        ffn = model.ffn_size // self.tp
-        tensors = self._norm(f"{prefix}.input_layernorm", layer)
-        tensors += self._column(f"{prefix}.self_attention.linear_qkv", layer, qkv, hidden, model.qkv_bias)
-        if model.qk_norm:
-            for name in ("q_layernorm", "k_layernorm"):
-                path = f"{prefix}.self_attention.{name}.weight"
-                tensors.append(ParameterTensor(path, (head,), "norm", layer, reduced_over_tp=self.tp > 1))
-        tensors += self._row(
-            f"{prefix}.self_attention.linear_proj", layer, hidden, query, model.attention_output_bias
-        )
-        tensors += self._norm(f"{prefix}.pre_mlp_layernorm", layer)
-        fc1 = 2 * ffn if model.gated else ffn
-        tensors += self._column(f"{prefix}.mlp.linear_fc1", layer, fc1, hidden, model.mlp_bias)
-        tensors += self._row(f"{prefix}.mlp.linear_fc2", layer, hidden, ffn, model.mlp_bias)
-        return tensors
-
-    def _vocabulary(self, name: str, role: Role) -> ParameterTensor:
-        shape = (self.vocab_rows, self.model.hidden_size)
-        return ParameterTensor(name, shape, role, tp_axis=0, tied=self.model.tied_embeddings)
-
-    def _norm(self, path: str, layer: int) -> list[ParameterTensor]:
-        parts = ("weight", "bias") if self.model.norm == "layernorm" else ("weight",)
-        shape = (self.model.hidden_size,)
-        return [
-            ParameterTensor(f"{path}.{part}", shape, "norm", layer, reduced_over_tp=self.sequence_parallel)
-            for part in parts
-        ]
-
-    def _column(self, path: str, layer: int, outputs: int, inputs: int, bias: bool) -> list[ParameterTensor]:
-        tensors = [ParameterTensor(f"{path}.weight", (outputs, inputs), "weight", layer, tp_axis=0)]
-        if bias:
-            tensors.append(ParameterTensor(f"{path}.bias", (outputs,), "bias", layer, tp_axis=0))
-        return tensors
-
-    def _row(self, path: str, layer: int, outputs: int, inputs: int, bias: bool) -> list[ParameterTensor]:
-        tensors = [ParameterTensor(f"{path}.weight", (outputs, inputs), "weight", layer, tp_axis=1)]
-        if bias:
-            reduced = self.sequence_parallel
-            tensors.append(
-                ParameterTensor(f"{path}.bias", (outputs,), "bias", layer, reduced_over_tp=reduced)
+    if model.vision is None:
+        return []
+    encoder = model.vision.encoder
+    tensors = parameters_on_stage(
+        encoder, range(encoder.layers), tp, sequence_parallel, has_embedding=True, has_head=True
+    )
+    tensors = [replace(tensor, name=f"vision_model.{tensor.name}", in_vision=True) for tensor in tensors]
+    shapes = model.vision.projector_shapes(model.hidden_size)
+    for index, (outputs, inputs) in enumerate(shapes):
+        cut = None if index % 2 == 0 and index + 1 == len(shapes) else index % 2
+        if cut is not None and (outputs, inputs)[cut] % tp:
+            raise ModelError(
+                f"tp {tp} does not fit {model.name}: linear {index} of the vision projector, {outputs} x {inputs}, "
+                "does not divide by it"
             )
-        return tensors
+        outputs //= tp if cut == 0 else 1
+        inputs //= tp if cut == 1 else 1
+        path = f"vision_projection.linear_fc{index + 1}"
+        tensors.append(
+            ParameterTensor(f"{path}.weight", (outputs, inputs), "weight", tp_axis=cut, in_vision=True)
+        )
+        if model.vision.projector_bias:
+            axis = 0 if cut == 0 else None
+            tensors.append(ParameterTensor(f"{path}.bias", (outputs,), "bias", tp_axis=axis, in_vision=True))
+    return tensors
+
+
+def _distinct_layers(model: ModelDescription) -> list[tuple[int, int]]:
+    """One layer number of each kind of layer, and how many layers are of it."""
+    kinds = [model.layer_kind(layer) for layer in range(model.layers)]
+    return [(kinds.index(kind), times) for kind, times in Counter(kinds).items()]
+
+
+def _elements_of_an_expert(model: ModelDescription) -> int:
+    assert model.moe is not None
+    ffn, hidden = model.moe.expert_ffn_size, model.hidden_size
+    first = 2 * ffn if model.gated else ffn
+    return first * hidden + hidden * ffn + (first + hidden if model.moe.expert_bias else 0)

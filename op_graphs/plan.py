@@ -19,13 +19,53 @@ class Recompute:
     ``mode`` is ``none``, ``full`` (whole layers: the input of each block of layers is kept) or ``selective``
     (``modules`` inside every layer). For ``full``, ``method`` ``uniform`` keeps the input of every group of
     ``layers`` layers, ``block`` recomputes the first ``layers`` layers of a chunk one by one and keeps the rest
-    (Megatron-LM ``--recompute-method``).
+    (Megatron-LM ``--recompute-method``), ``every`` recomputes every ``layers``-th layer (torchtitan).
+
+    ``selective`` with ``keeps_products`` is torchtitan's policy by operators: outputs of matrix products and of
+    attention are kept, everything between them (norms, positions, residuals, activations) runs again.
     """
 
     mode: str = "none"
     modules: tuple[str, ...] = ()
     layers: int = 1
     method: str = "uniform"
+    keeps_products: bool = False
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How unevenly tokens choose experts: Zipf's law with exponent ``zipf``, or a weight for each expert."""
+
+    zipf: float | None = None
+    histogram: str | None = None
+    """File the weights come from."""
+    counts: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class SequenceLengths:
+    """Lengths of the documents packed into a sequence, in tokens: lognormal, or a histogram."""
+
+    mean: float | None = None
+    """Mean of the lognormal distribution; None for a histogram."""
+    sigma: float = 0.0
+    """Standard deviation of the logarithm."""
+    histogram: str | None = None
+    """File the histogram comes from."""
+    lengths: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    """How frequent each length is."""
+
+
+@dataclass(frozen=True)
+class OptimizerDTypes:
+    """Element types of what an optimizer keeps (Megatron-Core ``--use-precision-aware-optimizer``).
+
+    ``master`` of two bytes is what remains of fp32 beside a bf16 weight, or fp16.
+    """
+
+    master: DType = DType.FP32
+    moments: DType = DType.FP32
 
 
 @dataclass(frozen=True)
@@ -37,12 +77,25 @@ class TrainingPlan:
     num_microbatches: int = 1
     """Microbatches of one data-parallel rank in a step."""
     dtype: DType = DType.BF16
+    """Element type of weights and activations; of GEMM operands too, unless a recipe quantises them."""
+    recipe: str | None = None
+    """Low-precision recipe of the linears (``op_graphs.precision``); None for GEMMs in ``dtype``."""
+    fp8_param_gather: bool = False
+    """Whether weights exist in quantised form only, and are gathered so."""
     grad_reduce_dtype: DType = DType.FP32
     optimizer: str = "adam"
+    optimizer_dtypes: OptimizerDTypes = field(default_factory=OptimizerDTypes)
     recompute: Recompute = field(default_factory=Recompute)
     cross_entropy_fusion: bool = False
     attention: str = "flash"
-    """``flash`` (fused kernel, scores never stored) or ``unfused`` (score matrix kept)."""
+    """``flash`` (the machine's best fused kernel, scores never stored), ``flash-2`` or ``flash-1`` (a FlashAttention of that
+    generation), or ``unfused`` (score matrix kept)."""
+    images_per_sample: int = 1
+    """Images in a sequence of a vision-language model."""
+    routing: Routing | None = None
+    """None routes every expert the same number of tokens."""
+    sequence_lengths: SequenceLengths | None = None
+    """None makes every sequence one document of ``seq_len`` tokens."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +158,11 @@ class ParallelPlan:
         """Ranks that hold the same experts: what is left of a stage after ep * etp."""
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
+    @property
+    def reshards(self) -> bool:
+        """Whether weights are dropped behind every unit and gathered again (ZeRO-3 without a pipeline)."""
+        return self.zero == 3 and self.pp == 1
+
     def replicas(self, dimension: Dimension) -> int:
         """Ranks over which parameters are replicated: along ``DP`` dense ones, along ``EDP`` experts."""
         return self.expert_data_parallel_size if dimension is Dimension.EDP else self.data_parallel_size
@@ -128,8 +186,28 @@ class ParallelPlan:
         """Coordinates ``tp, cp, dp, pp, ep`` of a global rank."""
         strides = self._strides()
         found = {name: rank // stride % int(getattr(self, name)) for name, stride in strides.items()}
-        found["ep"] = self._stage_ranks(rank).index(rank) // self.etp % self.ep if self.ep > 1 else 0
+        at = self._stage_ranks(rank).index(rank) if self.ep > 1 else 0
+        found["ep"] = at // self.expert_strides()["ep"] % self.ep
         return found
+
+    def expert_strides(self) -> dict[str, int]:
+        """Distance between neighbours along ``etp``, ``ep`` and ``edp``, in places among the ranks of a stage.
+
+        The rank order holds for experts too, with etp where tp stands and edp where dp stands (Megatron-Core
+        ``parallel_state.py``, ``expert_decoder_rank_generator``).
+        """
+        sizes = {
+            "tp": ("etp", self.etp),
+            "ep": ("ep", self.ep),
+            "dp": ("edp", self.expert_data_parallel_size),
+        }
+        strides: dict[str, int] = {}
+        stride = 1
+        for name in self.order.split("-"):
+            if name in sizes:
+                strides[sizes[name][0]] = stride
+                stride *= sizes[name][1]
+        return strides
 
     def _stage_ranks(self, rank: int) -> tuple[int, ...]:
         """Global ranks of the pipeline stage of ``rank``, ascending."""
@@ -168,24 +246,28 @@ def _group_ranks(plan: ParallelPlan, dimension: Dimension, rank: int) -> tuple[i
     return tuple(sorted(plan.rank_of(**{**fixed, **point}) for point in points))
 
 
-_EXPERT_GROUPS = (Dimension.EP, Dimension.ETP, Dimension.EDP, Dimension.ETP_EP)
+_EXPERT_GROUPS: dict[Dimension, tuple[str, ...]] = {
+    Dimension.EP: ("ep",),
+    Dimension.ETP: ("etp",),
+    Dimension.EDP: ("edp",),
+    Dimension.ETP_EP: ("etp", "ep"),
+}
 
 
 def _expert_group(plan: ParallelPlan, dimension: Dimension, rank: int) -> tuple[int, ...]:
-    """Groups of the expert layers: inside a stage, etp varies fastest, then ep, then expert data parallelism.
+    """Groups of the expert layers: inside a stage, etp, ep and expert data parallelism vary in the rank order.
 
-    Source: Megatron-Core ``parallel_state.py``, the expert rank generator (tp-ep-dp order).
+    Source: Megatron-Core ``parallel_state.py``, the expert rank generator.
     """
     ranks = _stage_ranks(plan, plan.coordinates(rank)["pp"])
-    position, block = ranks.index(rank), plan.etp * plan.ep
-    start = position // block * block
-    chosen = {
-        Dimension.ETP: range(position // plan.etp * plan.etp, (position // plan.etp + 1) * plan.etp),
-        Dimension.EP: range(start + position % plan.etp, start + block, plan.etp),
-        Dimension.ETP_EP: range(start, start + block),
-        Dimension.EDP: range(position % block, len(ranks), block),
-    }[dimension]
-    return tuple(ranks[index] for index in chosen)
+    strides = plan.expert_strides()
+    sizes = {"etp": plan.etp, "ep": plan.ep, "edp": plan.expert_data_parallel_size}
+    position = ranks.index(rank)
+    varying = _EXPERT_GROUPS[dimension]
+    first = position - sum(position // strides[name] % sizes[name] * strides[name] for name in varying)
+    points = _points({name: sizes[name] for name in varying})
+    places = (first + sum(strides[name] * at for name, at in point.items()) for point in points)
+    return tuple(ranks[place] for place in sorted(places))
 
 
 @lru_cache(maxsize=1024)

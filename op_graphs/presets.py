@@ -9,49 +9,23 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 
 from .huggingface import is_huggingface_config, model_from_huggingface
-from .model import Activation, ModelDescription, ModelError, Norm, Positions
-from .model_checks import (
-    LARGEST_SIZE,
-    MOST_LAYERS,
-    choice_problem,
-    error_of,
-    probability_problem,
-    shown,
-    switch_problem,
-    text_problem,
-    whole_number_problem,
-)
+from .model import ModelDescription, ModelError
+from .model_checks import error_of, shown
+from .model_consistency import inconsistencies
+from .model_fields import fill_defaults, read_fields
 
 PRESET_FOLDER = Path(__file__).parent / "models"
 MAX_FILE_BYTES = 2**20
 _FILE_SUFFIXES = (".yaml", ".yml", ".json")
 
 _REQUIRED = ("layers", "hidden_size", "ffn_size", "heads", "vocab_size")
-_WHOLE_NUMBERS: dict[str, tuple[int, int]] = {
-    "layers": (1, MOST_LAYERS),
-    "hidden_size": (1, LARGEST_SIZE),
-    "ffn_size": (1, LARGEST_SIZE),
-    "heads": (1, 1_000_000),
-    "kv_heads": (1, 1_000_000),
-    "head_size": (1, LARGEST_SIZE),
-    "vocab_size": (1, LARGEST_SIZE),
-    "max_positions": (0, LARGEST_SIZE),
-    "vocab_padding_multiple": (1, LARGEST_SIZE),
-}
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "activation": get_args(Activation),
-    "norm": get_args(Norm),
-    "positions": get_args(Positions),
-}
-_SWITCHES = ("qkv_bias", "attention_output_bias", "mlp_bias", "qk_norm", "tied_embeddings")
-_PROBABILITIES = ("hidden_dropout", "attention_dropout")
 MODEL_KEYS: tuple[str, ...] = tuple(column.name for column in fields(ModelDescription))
 """Keys of a model file, beside ``base``."""
 
@@ -98,22 +72,28 @@ def model_from_mapping(
     if is_huggingface_config(mapping):
         return model_from_huggingface(mapping, where, name)
     problems: list[str] = []
-    values: dict[str, Any] = {}
-    if "base" in mapping:
-        values = _base_values(mapping, folder, problems)
-    given = _valid_values(mapping, problems)
+    base = _base_model(mapping, folder, problems) if "base" in mapping else None
+    values = {} if base is None else {key: getattr(base, key) for key in MODEL_KEYS}
+    given = read_fields(
+        ModelDescription,
+        {key: value for key, value in mapping.items() if key != "base"},
+        problems,
+        start=base,
+    )
     values.update(given)
     values["name"] = given.get("name", name or values.get("name", "inline"))
     if "base" not in mapping:
         wrong = {_key_of(problem) for problem in problems}
-        problems += [f"{key}: is missing" for key in _REQUIRED if key not in values and key not in wrong]
+        required = [key for key in _REQUIRED if key != "vocab_size" or not mapping.get("patches")]
+        problems += [f"{key}: is missing" for key in required if key not in values and key not in wrong]
     if not problems:
-        _fill_heads(values, problems)
-    if not problems:
-        problems += _inconsistencies(values)
-    if problems:
+        fill_defaults(values, problems)
+    model = None if problems else ModelDescription(**values)
+    if model is not None:
+        problems += inconsistencies(model)
+    if model is None or problems:
         raise error_of(where, problems)
-    return ModelDescription(**values)
+    return model
 
 
 def read_document(path: Path) -> object:
@@ -215,24 +195,23 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def _base_values(mapping: Mapping[Any, Any], folder: Path | None, problems: list[str]) -> dict[str, Any]:
-    """Values of the model named by ``base``, with a name and source that say what was changed."""
+def _base_model(
+    mapping: Mapping[Any, Any], folder: Path | None, problems: list[str]
+) -> ModelDescription | None:
+    """The model named by ``base``, with a name and source that say what was changed."""
     base = mapping["base"]
     if not isinstance(base, str):
         problems.append(f"base: must be the name of a preset or a file, not {shown(base)}")
-        return {}
+        return None
     try:
         model = _model_without_base(base, folder)
     except ModelError as error:
         problems.append(f"base: {error}")
-        return {}
-    values = {key: getattr(model, key) for key in MODEL_KEYS}
+        return None
     changed = ", ".join(str(key) for key in mapping if key in MODEL_KEYS and key not in ("name", "source"))
-    return {
-        **values,
-        "name": f"{model.name}-changed",
-        "source": f"{model.source}; changed: {changed or 'nothing'}",
-    }
+    return replace(
+        model, name=f"{model.name}-changed", source=f"{model.source}; changed: {changed or 'nothing'}"
+    )
 
 
 def _model_without_base(base: str, folder: Path | None) -> ModelDescription:
@@ -243,61 +222,6 @@ def _model_without_base(base: str, folder: Path | None) -> ModelDescription:
         if isinstance(document, Mapping) and "base" in document:
             raise ModelError(f"{path}: has a base itself; name that one, {shown(document['base'])}, instead")
     return load_model(base, folder)
-
-
-def _valid_values(mapping: Mapping[Any, Any], problems: list[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in mapping.items():
-        if key == "base":
-            continue
-        if key not in MODEL_KEYS:
-            word = shown(key).strip("'")
-            near = difflib.get_close_matches(word, [*MODEL_KEYS, "base"], n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(MODEL_KEYS)}, base"
-            problems.append(f"{word}: is not a key of a model; {hint}")
-            continue
-        problem = _value_problem(key, value)
-        if problem:
-            problems.append(f"{key}: {problem}")
-        else:
-            values[key] = float(value) if key in _PROBABILITIES else value
-    return values
-
-
-def _value_problem(key: str, value: object) -> str:
-    if key in _WHOLE_NUMBERS:
-        return whole_number_problem(value, *_WHOLE_NUMBERS[key])
-    if key in _CHOICES:
-        return choice_problem(value, _CHOICES[key])
-    if key in _SWITCHES:
-        return switch_problem(value)
-    if key in _PROBABILITIES:
-        return probability_problem(value)
-    return text_problem(value)
-
-
-def _fill_heads(values: dict[str, Any], problems: list[str]) -> None:
-    """Multi-head attention and heads that split the width, where the file does not say otherwise."""
-    values.setdefault("kv_heads", values["heads"])
-    if "head_size" not in values:
-        if values["hidden_size"] % values["heads"]:
-            problems.append(
-                f"heads: {values['heads']} does not divide hidden_size {values['hidden_size']}; give head_size as well"
-            )
-        values["head_size"] = max(values["hidden_size"] // values["heads"], 1)
-
-
-def _inconsistencies(values: Mapping[str, Any]) -> list[str]:
-    problems = []
-    heads, kv_heads, head_size = values["heads"], values["kv_heads"], values["head_size"]
-    if heads % kv_heads:
-        near = max(d for d in range(1, min(kv_heads, heads) + 1) if heads % d == 0)
-        problems.append(
-            f"kv_heads: {kv_heads} does not divide heads {heads}; the nearest that does is {near}"
-        )
-    if values.get("positions", "rotary") == "rotary" and head_size % 2:
-        problems.append(f"head_size: rotary positions turn pairs of elements, {head_size} is odd")
-    return problems
 
 
 def _key_of(problem: str) -> str:

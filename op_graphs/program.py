@@ -8,7 +8,7 @@ numpy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -114,6 +114,8 @@ class DeferredGemm:
     module: str
     reads: tuple[Tensor, ...]
     """Buffers it reads, released behind it."""
+    scale_bytes: float = 0.0
+    """Bytes of block scales it reads."""
 
 
 class ProgramBuilder:
@@ -137,6 +139,8 @@ class ProgramBuilder:
         self.keep_activations = True
         self.layer = -1
         self.module = ""
+        self.module_prefix = ""
+        """Put before every module: what belongs to a model inside the model."""
         self.input_row = 0
         self.output_row = -1
         self.gradient_rows: dict[str, int] = {}
@@ -147,6 +151,11 @@ class ProgramBuilder:
         self.deferred: list[DeferredGemm] | None = None
         """Weight-gradient GEMMs put off to a program of their own, where the backward is split; None if it is not."""
         self._held: set[Tensor] = set()
+        self.casts_weights = False
+        """Whether linears quantise their weights here, where a low-precision recipe does."""
+        self._copies: dict[tuple[Tensor, str], Tensor] = {}
+        self._copied_at: dict[Tensor, int] = {}
+        self._discarded: set[Tensor] = set()
         self._rows: list[dict[str, float]] = []
         self._dependencies: list[tuple[int, int]] = []
         self._pending: list[int] = []
@@ -198,15 +207,17 @@ class ProgramBuilder:
         self._last_compute = row
         return row
 
-    def gemm(self, name: str, shape: GemmShape, *, phase: Phase | None = None) -> int:
-        """Add a matrix product; FLOPs and traffic follow from its shape."""
+    def gemm(
+        self, name: str, shape: GemmShape, *, scale_bytes: float = 0.0, phase: Phase | None = None
+    ) -> int:
+        """Add a matrix product; FLOPs and traffic follow from its shape, and from the block scales it reads."""
         elements_in = shape.count * (shape.m * shape.k + shape.k * shape.n)
         elements_out = shape.count * shape.m * shape.n
         output_bytes = elements_out * shape.output.itemsize
         return self.compute(
             name,
             OpKind.GROUPED_GEMM if shape.count > 1 else OpKind.GEMM,
-            read=elements_in * shape.dtype.itemsize + (output_bytes if shape.accumulate else 0),
+            read=elements_in * shape.dtype.itemsize + scale_bytes + (output_bytes if shape.accumulate else 0),
             written=output_bytes,
             flops=2.0 * shape.count * shape.m * shape.n * shape.k,
             shape=shape,
@@ -298,7 +309,7 @@ class ProgramBuilder:
 
         A buffer that a deferred GEMM still reads is left to that GEMM.
         """
-        if tensor in self._held:
+        if tensor in self._held or tensor in tensor.owner._discarded:
             return
         if tensor.owner is self:
             self._buffers[tensor.index][1] = row
@@ -310,12 +321,30 @@ class ProgramBuilder:
     def defer(self, gemm: DeferredGemm) -> None:
         """Put a weight-gradient GEMM off to another program; what it reads stays alive until then."""
         assert self.deferred is not None
-        self.deferred.append(gemm)
+        self.deferred.append(replace(gemm, module=self.module_prefix + gemm.module))
         for tensor in gemm.reads:
             self._held.add(tensor)
             if tensor.owner is self:
                 self._buffers[tensor.index][1] = -1
             self._foreign_release.pop(tensor, None)
+
+    def keep_copy(self, source: Tensor, reader: str, copy: Tensor) -> None:
+        """Note that ``copy`` is kept for the backward pass of ``reader`` in the place of ``source``."""
+        self._copies[source, reader] = copy
+        self._copied_at[source] = self._buffers[copy.index][0]
+
+    def kept_copy(self, source: Tensor, reader: str) -> Tensor | None:
+        """What is kept for a reader in the place of ``source``, here or in the forward program; None if nothing."""
+        for builder in (self, self._forward):
+            if builder is not None and (source, reader) in builder._copies:
+                return builder._copies[source, reader]
+        return None
+
+    def discard(self, tensor: Tensor) -> None:
+        """Release a buffer of this program for good where its last copy was made; later releases mean nothing."""
+        assert tensor.owner is self
+        self.release(tensor, self._copied_at[tensor])
+        self._discarded.add(tensor)
 
     def forget_unless_kept(self, tensor: Tensor, row: int) -> None:
         """Release an activation after its last use in forward, unless it is kept for the backward pass."""
@@ -363,7 +392,7 @@ class ProgramBuilder:
                 "stream": stream,
                 "phase": self.phase if phase is None else phase,
                 "layer": self.layer,
-                "module": strings.intern(self.module) if self.module else -1,
+                "module": strings.intern(self.module_prefix + self.module) if self.module else -1,
                 "chunk": self._chunk,
                 **columns,
             }

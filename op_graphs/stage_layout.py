@@ -1,24 +1,42 @@
-"""Which pipeline stage holds how many layers.
+"""Which pipeline stage holds which part of the model.
 
-The rule is Megatron-LM's (``num_layers_in_first_pipeline_stage`` and ``num_layers_in_last_pipeline_stage``, set by
-``--decoder-first-pipeline-num-layers`` and ``--decoder-last-pipeline-num-layers``): the first and the last pipeline
-*rank* may hold a number of layers of their own, the others share the rest equally, and a rank spreads its layers
-equally over its ``vpp`` model chunks. Layout strings are not covered.
+Without a layout the rule is Megatron-LM's (``num_layers_in_first_pipeline_stage`` and
+``num_layers_in_last_pipeline_stage``, set by ``--decoder-first-pipeline-num-layers`` and
+``--decoder-last-pipeline-num-layers``): the first and the last pipeline *rank* may hold a number of layers of their
+own, the others share the rest equally, and a rank spreads its layers equally over its ``vpp`` model chunks. The
+embedding lies on the first stage, output head and prediction heads on the last.
+
+A layout (``--pipeline-model-parallel-layout``) says it stage by stage, in order of the stages: ``E`` embedding, ``t``
+a decoder layer, ``m`` a multi-token prediction head, ``L`` output head and loss; ``|`` begins the next stage, ``*N``
+repeats the letter, ``|`` or ``( )`` group before it; commas and spaces mean nothing. A stage may be without layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .plan import ParallelPlan
 
+_LETTERS = {"E": "embedding", "t": "layer", "m": "prediction head", "L": "loss"}
+_MOST_PARTS = 1 << 16
 
-def layers_per_stage(layers: int, parallel: ParallelPlan) -> tuple[int, ...]:
+
+def layers_per_stage(
+    layers: int, parallel: ParallelPlan, prediction_heads: int | None = None
+) -> tuple[int, ...]:
     """Layers of each global stage, in order ``0 .. pp * vpp - 1``.
 
-    Stage ``s`` runs on pipeline rank ``s % pp`` as its model chunk ``s // pp``; layers are numbered in order of the
-    stages. Every entry is at least 1 and the sum is ``layers``.
+    Stage ``s`` holds the layers behind those of the stages before it. Without a layout every entry is at least 1;
+    the sum is ``layers`` always. ``prediction_heads`` is what a layout is checked against, None for no check.
 
     Raise ValueError if the layers cannot be split that way.
     """
+    if parallel.layout is not None:
+        stages = parse_layout(parallel.layout)
+        problem = layout_problem(stages, layers, parallel, prediction_heads)
+        if problem:
+            raise ValueError(problem)
+        return tuple(stage.count("t") for stage in stages)
     per_rank = _layers_per_rank(layers, parallel)
     for rank, held in enumerate(per_rank):
         if held % parallel.vpp:
@@ -56,3 +74,89 @@ def _layers_per_rank(layers: int, parallel: ParallelPlan) -> list[int]:
     if last is not None:
         per_rank[-1] = last
     return per_rank
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------
+
+
+def parse_layout(text: str) -> tuple[str, ...]:
+    """The letters of each stage, repetitions written out: ``"Et*2|(t|)*2L"`` is ``("Ett", "t", "t", "L")``.
+
+    Raise ValueError naming the place of what cannot be read.
+    """
+    parts, end = _sequence(text, 0, 0)
+    if end < len(text):
+        raise ValueError(f"character {end + 1}: ) closes no group")
+    return tuple("".join(parts).split("|"))
+
+
+def _sequence(text: str, start: int, depth: int) -> tuple[list[str], int]:
+    """Letters and bars from ``start`` to the end of the group, or of the text, and where that is."""
+    parts: list[str] = []
+    at = start
+    while at < len(text) and text[at] != ")":
+        if text[at] in ", ":
+            at += 1
+            continue
+        if text[at] == "(":
+            if depth == 16:
+                raise ValueError(f"character {at + 1}: groups are nested deeper than 16")
+            item, closing = _sequence(text, at + 1, depth + 1)
+            if closing == len(text):
+                raise ValueError(f"character {at + 1}: ( is never closed")
+            at = closing + 1
+        elif text[at] in _LETTERS or text[at] == "|":
+            item, at = [text[at]], at + 1
+        else:
+            meaning = ", ".join(f"{letter} {name}" for letter, name in _LETTERS.items())
+            raise ValueError(
+                f"character {at + 1}: {text[at]!r} means nothing; {meaning}, | next stage, *N times"
+            )
+        times, at = _repetition(text, at)
+        if len(parts) + len(item) * times > _MOST_PARTS:
+            raise ValueError(f"character {at}: more than {_MOST_PARTS} parts")
+        parts += item * times
+    return parts, at
+
+
+def _repetition(text: str, at: int) -> tuple[int, int]:
+    """How often what ends at ``at`` is meant, and where its ``*N`` ends."""
+    if at == len(text) or text[at] != "*":
+        return 1, at
+    end = at + 1
+    while end < len(text) and text[end] in "0123456789" and end < at + 7:
+        end += 1
+    if end == at + 1 or int(text[at + 1 : end]) == 0:
+        raise ValueError(f"character {at + 1}: * needs a number from 1 behind it")
+    return int(text[at + 1 : end]), end
+
+
+def layout_problem(
+    stages: Sequence[str], layers: int, parallel: ParallelPlan, prediction_heads: int | None = None
+) -> str:
+    """Which rule a layout breaks, with what would be legal; '' if it places every part of the model exactly once."""
+    if parallel.first_stage_layers is not None or parallel.last_stage_layers is not None:
+        return "it says where every layer goes; leave out first_stage_layers and last_stage_layers"
+    if len(stages) != parallel.stages:
+        fits = f"; set vpp: {len(stages) // parallel.pp}" if len(stages) % parallel.pp == 0 else ""
+        return f"it has {len(stages)} stages, and pp * vpp = {parallel.pp} * {parallel.vpp} = {parallel.stages}{fits}"
+    whole = "".join(stages)
+    for letter, name, wanted in (
+        ("t", "layers", layers),
+        ("E", "embeddings", 1),
+        ("L", "losses", 1),
+        ("m", "prediction heads", prediction_heads),
+    ):
+        found = whole.count(letter)
+        if wanted is not None and found != wanted:
+            which = "missing" if found < wanted else "too many"
+            return (
+                f"it places {found} {name} ({letter}), the model has {wanted}: {abs(found - wanted)} {which}"
+            )
+    if not stages[0].startswith("E"):
+        return "the embedding (E) must be the first part of the first stage"
+    if not stages[-1].endswith("L"):
+        return "the loss (L) must be the last part of the last stage"
+    if whole.count("m") and not stages[-1].endswith("m" * whole.count("m") + "L"):
+        return "prediction heads (m) must stand together right before the loss (L), on its stage"
+    return ""

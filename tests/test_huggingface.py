@@ -116,6 +116,10 @@ NEOX_SERIAL: dict[str, Any] = {
 }
 
 
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
 @pytest.mark.parametrize(
     ("config", "preset"),
     [
@@ -181,30 +185,57 @@ def test_a_sliding_window_without_effect_is_ignored(window: dict[str, Any]):
     assert model_from_mapping(QWEN3_32B | window, name="qwen3-32b") == load_model("qwen3-32b")
 
 
-def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in keys}
+@pytest.mark.parametrize(
+    ("config", "window", "pattern"),
+    [
+        (MISTRAL_7B | {"sliding_window": 4096}, 4096, "w"),
+        (without(MISTRAL_7B, "sliding_window"), 4096, "w"),
+        (
+            QWEN25_7B | {"use_sliding_window": True, "max_window_layers": 14, "sliding_window": 8192},
+            8192,
+            "f" * 14 + "w" * 14,
+        ),
+        (
+            QWEN3_32B | {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 32},
+            512,
+            "wf",
+        ),
+    ],
+    ids=["every layer", "the default of the type", "from a layer on", "every other layer"],
+)
+def test_a_sliding_window_is_read_with_the_layers_that_have_it(
+    config: dict[str, Any], window: int, pattern: str
+):
+    read = model_from_mapping(config)
+    assert (read.window, read.window_pattern) == (window, pattern)
+    expected = [window if pattern[i % len(pattern)] == "w" else 0 for i in range(read.layers)]
+    assert [read.attention_window(layer) for layer in range(read.layers)] == expected
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (
-            LLAMA3_8B | {"model_type": "mixtral"},
-            "model_type 'mixtral' is not supported; supported Hugging Face",
+            LLAMA3_8B | {"model_type": "mamba"},
+            "model_type 'mamba' is not supported; supported Hugging Face",
         ),
-        (LLAMA3_8B | {"model_type": "deepseek_v3"}, "gpt2, gpt_neox, llama, mistral, qwen2, qwen3"),
+        (
+            LLAMA3_8B | {"model_type": "gemma3"},
+            "are deepseek_v2, deepseek_v3, gpt2, gpt_neox, gpt_oss, kimi_k2, llama, llama4, llama4_text, mistral, "
+            "mixtral, qwen2, qwen2_5_vl, qwen2_moe, qwen3, qwen3_moe, vit.",
+        ),
         (LLAMA3_8B | {"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         (without(LLAMA3_8B, "model_type"), "model_type is missing; supported Hugging Face model types are"),
-        (LLAMA3_8B | {"num_local_experts": 8}, "num_local_experts: mixture-of-experts"),
+        (LLAMA3_8B | {"num_local_experts": 8}, "num_local_experts: model_type llama has no experts"),
+        (MISTRAL_7B | {"sliding_window": 0}, "sliding_window: must be a whole number from 1"),
         (
-            MISTRAL_7B | {"sliding_window": 4096},
-            "sliding_window: sliding-window attention is not supported; set it to",
+            QWEN3_32B | {"layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types: must be a list with a word for each of 64 layers",
         ),
         (
-            QWEN25_7B | {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8192},
-            "(it is 8192)",
+            QWEN3_32B | {"layer_types": ["linear_attention"] * 64},
+            "only sliding_attention, chunked_attention, full_attention layers are supported",
         ),
-        (QWEN3_32B | {"layer_types": ["sliding_attention", "full_attention"]}, "only full_attention layers"),
         (without(LLAMA3_8B, "intermediate_size"), "intermediate_size: is missing"),
         (
             LLAMA3_8B | {"num_hidden_layers": 32.0},

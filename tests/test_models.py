@@ -1,4 +1,4 @@
-"""Model presets, their parameters and FLOPs, and what a wrong model file says."""
+"""Model presets, their parameters and FLOPs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from op_graphs.parameters import (
     parameters_on_stage,
     tensor_parallel_problem,
 )
-from op_graphs.presets import PRESET_FOLDER, list_models, load_model, model_from_mapping
+from op_graphs.presets import list_models, load_model
 
 # Exact counts: the safetensors metadata of the checkpoints on Hugging Face (a tied matrix counted once); for GPT-2's
 # 12-layer shape with 2,048 positions, 124,439,808 of the published GPT-2 plus 1,024 more positions of 768.
@@ -46,6 +46,23 @@ PUBLISHED_COUNTS = {
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
     "gpt3-125m": 124_439_808 + 1024 * 768,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    # Without the correction that routers add to scores, which the checkpoints keep beside the parameters: one number
+    # an expert, in every layer with experts.
+    "deepseek-v3": 671_026_419_200 - 58 * 256,
+    "kimi-k2": 1_026_408_232_448 - 60 * 384,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "llama4-scout": 108_641_793_536,
+    "qwen2.5-vl-7b": 8_292_166_656,
+    # timm's vit_large_patch16_224 and vit_huge_patch14_224, heads of 1,000 classes.
+    "vit-l": 304_326_632,
+    "vit-h": 632_045_800,
 }
 
 # Millions, as printed: Brown et al. 2020, Table 2.1, and Korthikanti et al. 2022, Table 3 (models named by size).
@@ -63,7 +80,13 @@ ROUNDED_MILLIONS = {
     "megatron-175b": (175000, 0.005),
     "megatron-530b": (530000, 0.005),
     "megatron-1t": (1000000, 0.01),
+    # Liu et al. 2025 (arXiv:2502.16982): 15.29 billion without the two matrices of 163,840 x 2,048.
+    "moonlight-16b-a3b": (15290 + 2 * 335.544, 0.0005),
 }
+
+# Windows, sinks, biases of experts and image patches are held to closed forms in test_models_experts.py and
+# test_models_vision.py.
+WITH_PARTS = {"gpt-oss-20b", "gpt-oss-120b", "llama4-scout", "qwen2.5-vl-7b", "vit-l", "vit-h"}
 
 LEARNED_POSITION_PRESETS = [name for name in list_models() if name.startswith(("gpt3", "megatron"))]
 
@@ -301,7 +324,7 @@ def test_palm_counts_a_tied_head_like_an_untied_one():
     )
 
 
-@pytest.mark.parametrize("name", list_models())
+@pytest.mark.parametrize("name", sorted(set(list_models()) - WITH_PARTS))
 @pytest.mark.parametrize("causal", [True, False])
 def test_palm_exceeds_the_operators_by_what_is_no_matrix(name: str, causal: bool):
     m = load_model(name)
@@ -351,138 +374,3 @@ def test_the_table_of_the_docs_is_what_the_code_gives():
             model_flops_per_token(load_model(name), 4096, causal, kind, tp=8) for kind, causal in columns
         ]
         assert figures == [f"{flops / 1e9:.2f}" for flops in computed]
-
-
-# --- model files ----------------------------------------------------------------------------------------------------
-
-SMALL = "layers: 2\nhidden_size: 64\nffn_size: 256\nheads: 4\nvocab_size: 1000\n"
-
-
-def test_a_model_file_needs_five_sizes_and_is_named_after_itself(tmp_path: Path):
-    path = tmp_path / "tiny.yaml"
-    path.write_text(SMALL)
-    assert load_model(path) == ModelDescription("tiny", 2, 64, 256, 4, 4, 16, 1000)
-    assert load_model("tiny.yaml", folder=tmp_path).source == str(path)
-
-
-def test_an_inline_model_can_start_from_a_preset():
-    cut = model_from_mapping({"base": "llama3-70b", "layers": 12, "name": "llama3-70b-12"})
-    assert cut == replace(load_model("llama3-70b"), layers=12, name="llama3-70b-12")
-    unnamed = model_from_mapping({"base": "llama3-70b", "layers": 12})
-    assert unnamed.name == "llama3-70b-changed"
-    assert unnamed.source.endswith("; changed: layers")
-
-
-def test_a_base_can_be_a_file_beside_the_scenario_but_not_one_with_a_base(tmp_path: Path):
-    (tmp_path / "small.yaml").write_text(SMALL)
-    (tmp_path / "loop.yaml").write_text("base: loop.yaml\n")
-    changed = model_from_mapping({"base": "small.yaml", "layers": 3}, folder=tmp_path)
-    assert changed == replace(load_model(tmp_path / "small.yaml"), layers=3, name="small-changed")
-    with pytest.raises(ModelError, match=r"base: .*loop\.yaml: has a base itself"):
-        load_model(tmp_path / "loop.yaml")
-
-
-def test_a_preset_name_is_taken_in_any_case():
-    assert load_model("Llama3-8B") == load_model("llama3-8b")
-
-
-@pytest.mark.parametrize(
-    ("name", "messages"),
-    [
-        ("lama3-8b", ["'lama3-8b': no preset and no file of this name", "did you mean llama3-8b"]),
-        ("zzz", ["the presets are", "qwen3-32b"]),
-        ("", ["no preset and no file"]),
-        ("missing.yaml", ["model file missing.yaml: there is no such file"]),
-        ("a\0b", ["no preset and no file"]),
-        ("x" * 5000, ["no preset and no file"]),
-        (str(PRESET_FOLDER), ["is a folder without a config.json"]),
-    ],
-    ids=["typo", "nothing near", "empty", "no file", "zero byte", "too long", "folder"],
-)
-def test_a_model_that_is_not_there_names_what_is_near(name: str, messages: list[str]):
-    with pytest.raises(ModelError) as error:
-        load_model(name)
-    assert all(message in str(error.value) for message in messages)
-
-
-@pytest.mark.parametrize(
-    ("mapping", "message"),
-    [
-        ({"layer": 3}, "layer: is not a key of a model; did you mean layers?"),
-        ({3: 3}, "3: is not a key of a model; the keys are name, layers"),
-        ({"layers": "many"}, "layers: must be a whole number from 1 to 10000, not 'many'"),
-        ({"layers": 0}, "layers: must be a whole number from 1 to 10000, not 0"),
-        ({"layers": True}, "layers: must be a whole number from 1 to 10000, not True"),
-        ({"layers": 10**5000}, "not a number of more than 60 digits"),
-        (
-            {"activation": "swigl"},
-            "activation: must be one of swiglu, geglu, gelu, not 'swigl'; did you mean swiglu?",
-        ),
-        ({"norm": None}, "norm: must be one of rmsnorm, layernorm, not None"),
-        ({"qkv_bias": "yes"}, "qkv_bias: must be true or false, not 'yes'"),
-        ({"hidden_dropout": 1.0}, "hidden_dropout: must be a number from 0 to below 1, not 1.0"),
-        ({"hidden_dropout": float("nan")}, "hidden_dropout: must be a number from 0 to below 1, not nan"),
-        ({"name": ""}, "name: must be a text, not ''"),
-        ({"kv_heads": 3}, "kv_heads: 3 does not divide heads 4; the nearest that does is 2"),
-        ({"heads": 5}, "heads: 5 does not divide hidden_size 64; give head_size as well"),
-        ({"head_size": 15}, "head_size: rotary positions turn pairs of elements, 15 is odd"),
-        (
-            {"base": "llama3-9b"},
-            "base: model 'llama3-9b': no preset and no file of this name; did you mean llama3-8b",
-        ),
-        ({"base": 8}, "base: must be the name of a preset or a file, not 8"),
-    ],
-)
-def test_a_wrong_value_names_key_value_and_limit(mapping: dict, message: str):
-    small = {"layers": 2, "hidden_size": 64, "ffn_size": 256, "heads": 4, "vocab_size": 1000}
-    with pytest.raises(ModelError) as error:
-        model_from_mapping({**small, **mapping}, where="scenario.yaml: model")
-    assert str(error.value).startswith("scenario.yaml: model: ")
-    assert message in str(error.value)
-
-
-def test_all_problems_of_a_file_come_at_once():
-    with pytest.raises(ModelError) as error:
-        model_from_mapping({"layers": -1, "hiden_size": 64, "heads": 4, "norm": "rms"}, where="m.yaml")
-    assert str(error.value).splitlines() == [
-        "m.yaml: 6 problems",
-        "  layers: must be a whole number from 1 to 10000, not -1",
-        "  hiden_size: is not a key of a model; did you mean hidden_size?",
-        "  norm: must be one of rmsnorm, layernorm, not 'rms'; did you mean rmsnorm?",
-        "  hidden_size: is missing",
-        "  ffn_size: is missing",
-        "  vocab_size: is missing",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "expected keys and values such as 'layers: 32', not None"),
-        (b"just words", "expected keys and values"),
-        (b"- 1\n- 2\n", "expected keys and values"),
-        (b"layers: [1\n", "is not valid YAML"),
-        (b"a: &x [1, 1]\nb: *x\n", "aliases are not allowed, *x is one"),
-        (b"layers: 1\nlayers: 2\n", "the key layers is there twice"),
-        (b"[" * 5000, "cannot be read as YAML: RecursionError"),
-        (b"layers: " + b"9" * 5000, "m.yaml: "),
-        (b"layers: 2024-99-99\n", "cannot be read as YAML: ValueError"),
-        (b"!!python/object/apply:os.getcwd []\n", "is not valid YAML"),
-        (b"? [1]\n: 2\n", "a key must be one word"),
-        (b"\x89PNG\r\n\x1a\n\x00", "is not a text file (byte 0 is not UTF-8)"),
-        (b"layers: 1\0\n", "is not a text file (it holds zero bytes)"),
-        (b"#" * (2**20 + 1), "is larger than 1 MiB"),
-    ],
-)
-def test_a_file_that_is_no_model_gets_one_message(tmp_path: Path, content: bytes, message: str):
-    path = tmp_path / "m.yaml"
-    path.write_bytes(content)
-    with pytest.raises(ModelError) as error:
-        load_model(path)
-    assert message in str(error.value)
-    assert len(str(error.value)) < 2000
-
-
-def test_a_device_is_not_read():
-    with pytest.raises(ModelError, match="/dev/zero: is not a regular file"):
-        load_model("/dev/zero")

@@ -216,18 +216,6 @@ def test_a_precision_the_machine_has_no_rate_for_is_refused():
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"training__dtype": "mxfp8"}, "is not simulated yet; available: bf16, fp16, fp32"),
-    ],
-)
-def test_a_legal_value_that_is_not_built_is_refused_alone(changes, said):
-    found = problems_of(scenario(**changes))
-    assert said in found
-    assert found.startswith("scenario has a problem:")
-
-
 def test_all_problems_are_told_at_once():
     found = problems_of(
         scenario(parallel__tp=3, parallel__order="x", trainin={}, training__global_batch_size=63)

@@ -42,32 +42,42 @@ class Execution:
     """Row whose end let this one start; -1 for an operation that could start at once."""
 
 
-def execute(graph: OpGraph, durations: Int64, *, gap_ns: int = 0) -> Execution:
+def execute(graph: OpGraph, durations: Int64, *, gap_ns: int = 0, lags: Int64 | None = None) -> Execution:
     """Run a graph.
 
     Args:
         graph: what to run.
         durations: nanoseconds of each operation, one a row.
         gap_ns: idle time between two kernels queued back to back on a compute stream.
+        lags: nanoseconds from the end of each dependency to the start it allows, one for each of
+            ``graph.dependencies``; negative where an operation may start before its dependency ends. None for 0.
 
     Raises:
-        ValueError: if a duration is negative or their number is not the number of operations.
+        ValueError: if a duration is negative, or their number is not the number of operations, or that of the lags
+            not the number of dependencies.
         SimulationError: if operations are left that wait for each other; the message lists, for each stuck rank,
             the operation at the head of each stream and what it waits for.
     """
+    check_durations(graph, durations)
+    if lags is not None and len(lags) != len(graph.dependencies):
+        raise ValueError(f"{len(lags)} lags for {len(graph.dependencies)} dependencies")
+    execution = _Run(graph, durations, gap_ns, lags, rigid=True).run()
+    if execution is None:
+        # Stuck segments as wholes do not mean stuck operations: one may wait inside for what waits for its first row.
+        stuck = _Run(graph, durations, gap_ns, lags, rigid=False)
+        execution = stuck.run()
+        if execution is None:
+            raise SimulationError(deadlock_report(graph, stuck.edges, np.array(stuck.end) >= 0))
+    return execution
+
+
+def check_durations(graph: OpGraph, durations: Int64) -> None:
+    """Raise ValueError if a duration is negative or their number is not the number of operations."""
     if len(durations) != len(graph.operations):
         raise ValueError(f"{len(durations)} durations for {len(graph.operations)} operations")
     if len(durations) and durations.min() < 0:
         row = int(durations.argmin())
         raise ValueError(f"operation {_describe(graph, row)} has a negative duration of {durations[row]} ns")
-    execution = _Run(graph, durations, gap_ns, rigid=True).run()
-    if execution is None:
-        # Stuck segments as wholes do not mean stuck operations: one may wait inside for what waits for its first row.
-        stuck = _Run(graph, durations, gap_ns, rigid=False)
-        execution = stuck.run()
-        if execution is None:
-            raise SimulationError(_deadlock_report(graph, stuck.edges, np.array(stuck.end) >= 0))
-    return execution
 
 
 @dataclass
@@ -80,11 +90,13 @@ class _Template:
 
 
 class _Run:
-    def __init__(self, graph: OpGraph, durations: Int64, gap_ns: int, *, rigid: bool) -> None:
+    def __init__(
+        self, graph: OpGraph, durations: Int64, gap_ns: int, lags: Int64 | None, *, rigid: bool
+    ) -> None:
         self.graph = graph
         self.durations = durations
         self.rows = len(durations)
-        edges = _Edges.of(graph, gap_ns)
+        edges = Edges.of(graph, gap_ns, lags)
         self.edges = edges
         self.segments = self._rigid_segments() if rigid else {}
         self.node_of_row, self.members = self._nodes()
@@ -295,7 +307,7 @@ class _Grouped:
 
 
 @dataclass(frozen=True)
-class _Edges:
+class Edges:
     """Everything a row waits for: its dependencies and its predecessor on the stream."""
 
     source: Int64
@@ -306,7 +318,8 @@ class _Edges:
     """Edges into row ``i`` are ``offsets[i]:offsets[i + 1]``."""
 
     @classmethod
-    def of(cls, graph: OpGraph, gap_ns: int) -> _Edges:
+    def of(cls, graph: OpGraph, gap_ns: int, lags: Int64 | None = None) -> Edges:
+        """The edges of a graph, sorted by target; arguments as of :func:`execute`."""
         operations = graph.operations
         count = len(operations)
         counts = np.diff(graph.dependency_offsets)
@@ -320,6 +333,8 @@ class _Edges:
             [np.zeros(len(graph.dependencies), dtype=bool), np.ones(len(before), dtype=bool)]
         )
         lag = np.where(is_stream & (operations.stream[target] == Stream.COMPUTE), gap_ns, 0)
+        if lags is not None:
+            lag[: len(lags)] = lags
         by_target = np.argsort(target, kind="stable")
         offsets = _Grouped(target, count).offsets
         return cls(source[by_target], target[by_target], lag[by_target], is_stream[by_target], offsets)
@@ -330,7 +345,7 @@ class _Edges:
         return zip(self.source[begin:end].tolist(), self.lag[begin:end].tolist(), strict=True)
 
 
-def _inside(graph: OpGraph, edges: _Edges) -> Bool:
+def _inside(graph: OpGraph, edges: Edges) -> Bool:
     """Which edges join two rows of one segment."""
     segment = np.full(len(graph.operations), -1, dtype=np.int64)
     for number, (begin, end) in enumerate(
@@ -355,11 +370,11 @@ def _describe(graph: OpGraph, row: int) -> str:
     return f"{' '.join(parts)} (rank {graph.ranks[operations.rank[row]]}, {stream})"
 
 
-def _is_held_up(edges: _Edges, done: Bool, row: int) -> bool:
+def _is_held_up(edges: Edges, done: Bool, row: int) -> bool:
     return any(not done[source] for source, _ in edges.into(row))
 
 
-def _deadlock_report(graph: OpGraph, edges: _Edges, done: Bool) -> str:
+def deadlock_report(graph: OpGraph, edges: Edges, done: Bool) -> str:
     """For each stuck rank: the operation at the head of each stream, and what it waits for."""
     operations = graph.operations
     heads: dict[tuple[int, int], int] = {}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from op_graphs.graph import OpGraph
+from op_graphs.imbalance import Level, StageLoads, stage_loads
 from op_graphs.lower_stage import Chunk, lower_chunk
 from op_graphs.lower_step import RankPrograms, lower_rank
 from op_graphs.lowering_context import LoweringContext
+from op_graphs.precision import precision_recipe
 from op_graphs.program import GraphNames
 from op_graphs.stage_layout import layers_per_stage
 from schedules.actions import Schedule
@@ -14,42 +18,74 @@ from schedules.check import check_schedule
 from schedules.communication import add_communication
 from schedules.registry import build_schedule
 
+from .errors import ScenarioError
 from .memory.workspaces import library_workspace_bytes
 from .scenario import Scenario
 
+_MAXIMUM_OPERATIONS = 20_000_000
+"""About ten GB of memory and two minutes; a step of a 405 B model with 64 microbatches has half a million."""
 
-def lower_scenario(scenario: Scenario) -> OpGraph:
+
+def lower_scenario(scenario: Scenario, level: Level = "most") -> OpGraph:
     """The graph of one training step; one rank of each pipeline stage stands for all ranks of that stage.
+
+    Where ranks of a stage are unevenly loaded (``training.routing``, ``training.sequence_lengths``) it is the most
+    loaded one, or with another ``level`` the least loaded, or one that has the mean load.
 
     Raises:
         ScheduleError: if the schedule (a CSV file, say) cannot be executed.
+        ScenarioError: if the step has more operations than can be simulated.
     """
     parallel, training = scenario.parallel, scenario.training
     schedule = build_schedule(scenario.schedule, parallel.pp, parallel.vpp, training.num_microbatches)
+    names = GraphNames()
+    loads = stage_loads(scenario.model, parallel, training)
+    programs = [_lower_rank(scenario, names, schedule, rank, loads, level) for rank in range(parallel.pp)]
+    _check_operations(programs, schedule)
     if schedule.has_communication:
         check_schedule(schedule)
     else:
         schedule = add_communication(schedule)
-    names = GraphNames()
-    programs = [_lower_rank(scenario, names, schedule, rank) for rank in range(parallel.pp)]
     return assemble(programs, schedule, scenario.overlap, names)
 
 
+def _check_operations(programs: Sequence[RankPrograms], schedule: Schedule) -> None:
+    """Refuse a step whose operations would not fit in the memory of the machine that simulates it."""
+    share = schedule.microbatches // schedule.copies
+    count = sum(
+        share * (len(chunk.forward) + len(chunk.backward)) for rank in programs for chunk in rank.chunks
+    )
+    if count > _MAXIMUM_OPERATIONS:
+        raise ScenarioError(
+            f"training.num_microbatches: {schedule.microbatches} make about {count:,} operations, more than the "
+            f"{_MAXIMUM_OPERATIONS:,} of a step that can be simulated; the step repeats itself: simulate about "
+            f"{max(1, schedule.microbatches * _MAXIMUM_OPERATIONS // count):,} microbatches or fewer"
+        )
+
+
 def _lower_rank(
-    scenario: Scenario, names: GraphNames, schedule: Schedule, pipeline_rank: int
+    scenario: Scenario,
+    names: GraphNames,
+    schedule: Schedule,
+    pipeline_rank: int,
+    loads: StageLoads,
+    level: Level,
 ) -> RankPrograms:
-    parallel = scenario.parallel
+    parallel, training = scenario.parallel, scenario.training
     stages = [stage for stage in range(schedule.stages) if schedule.stage_rank(stage) == pipeline_rank]
     # Two copies of the model run in opposite directions: the mirrored rank holds the same layers.
-    mirrored = parallel.rank_of(pp=parallel.pp - 1 - pipeline_rank) if schedule.copies > 1 else None
+    opposite = parallel.pp - 1 - pipeline_rank
+    mirrored = loads.rank(parallel, opposite, level) if schedule.copies > 1 else None
     context = LoweringContext(
         model=scenario.model,
         parallel=parallel,
         training=scenario.training,
         overlap=scenario.overlap,
         names=names,
-        rank=parallel.rank_of(pp=pipeline_rank),
+        rank=loads.rank(parallel, pipeline_rank, level),
         copy_rank=mirrored,
+        load=loads.at(level),
+        recipe=precision_recipe(training.recipe, scenario.hardware.compute_capability),
     )
     layers = layers_per_stage(scenario.model.layers, parallel)
     chunks = []

@@ -6,6 +6,8 @@ context-parallel algorithm takes; DeepSpeed and FSDP2 for the ZeRO stages.
 
 from __future__ import annotations
 
+import math
+
 from op_graphs.lower_context_parallel import a2a_degree
 from op_graphs.model import ModelDescription
 from op_graphs.plan import ParallelPlan, TrainingPlan
@@ -46,6 +48,7 @@ def check_experts(model: ModelDescription, parallel: ParallelPlan, problems: Pro
             f"times etp = {etp} does not divide the tp * cp * dp = {parallel.tp} * {parallel.cp} * {parallel.dp} = "
             f"{ranks} ranks of a stage; nearest ep: {nearest}",
         )
+    _check_expert_order(parallel, problems)
     if parallel.tp > 1 and not parallel.sp:
         problems.add(
             "parallel.sp",
@@ -55,13 +58,34 @@ def check_experts(model: ModelDescription, parallel: ParallelPlan, problems: Pro
         )
 
 
+def _check_expert_order(parallel: ParallelPlan, problems: Problems) -> None:
+    """Note a rank order that puts the experts of a rank on another pipeline stage than its attention."""
+    order = parallel.order.split("-")
+    if parallel.pp == 1 or order[-1] == "pp" or not problems.sound("parallel.order"):
+        return
+    before = order[: order.index("pp")]
+    shared_by = parallel.expert_data_parallel_size
+    dense = {"tp": parallel.tp, "cp": parallel.cp, "dp": parallel.dp}
+    expert = {"tp": parallel.etp, "ep": parallel.ep, "dp": shared_by}
+    distances = [math.prod(sizes.get(name, 1) for name in before) for sizes in (dense, expert)]
+    if shared_by == parallel.dp and distances[0] == distances[1]:
+        return
+    problems.add(
+        "parallel.order",
+        parallel.order,
+        f"puts pp = {parallel.pp} before another dimension, which Megatron-LM allows for experts only where as many "
+        f"ranks share them as dp = {parallel.dp} (here {shared_by}) and stages keep their ranks; "
+        f"nearest: {'-'.join([name for name in order if name != 'pp'])}-pp",
+    )
+
+
 def check_context_parallel(
     model: ModelDescription, parallel: ParallelPlan, training: TrainingPlan, problems: Problems
 ) -> None:
     """Note what the context-parallel algorithm cannot split."""
     if parallel.cp == 1 or not problems.sound("parallel.cp", "parallel.cp_comm", "parallel.tp"):
         return
-    if training.attention != "flash":
+    if training.attention == "unfused":
         problems.add("training.attention", training.attention, "cannot run with cp > 1; set attention: flash")
     kv_heads = max(1, (model.heads if model.latent_attention else model.kv_heads) // parallel.tp)
     windowed = any(model.attention_window(layer) for layer in range(model.layers))
@@ -120,6 +144,15 @@ def check_sharding(parallel: ParallelPlan, problems: Problems) -> None:
 
 def check_recompute(model: ModelDescription, training: TrainingPlan, problems: Problems) -> None:
     """Note recompute modules the model does not have."""
+    if training.recompute.keeps_products and problems.sound("training.recompute"):
+        if model.latent_attention is not None:
+            problems.note(
+                "training.recompute.keep", f"does not know the latent attention of {model.name}; use modules"
+            )
+        elif training.recipe is not None and problems.sound("training.dtype"):
+            problems.note(
+                "training.recompute.keep", "needs 16-bit or 32-bit products; use modules, or dtype: bf16"
+            )
     path = "training.recompute.modules"
     if not problems.sound(path):
         return

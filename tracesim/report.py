@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from op_graphs.graph import OpGraph
-from op_graphs.model_flops import model_flops_per_token
+from op_graphs.model_flops import model_flops_per_token, mtp_flops_per_token, vision_flops_per_image
 from op_graphs.parameters import count_active_parameters, count_parameters
 from op_graphs.stage_layout import layers_per_stage
 from op_graphs.vocabulary import ROLE_DIMENSIONS, STREAM_ROLES, MemoryCategory, Phase, Stream
@@ -25,12 +26,25 @@ _DIMENSIONS = ("tp", "cp", "ep", "pp", "dp")
 _LISTED_TENSORS = 12
 
 
+@dataclass(frozen=True)
+class RankSpread:
+    """Figures of the ranks of each stage by ``min``, ``mean`` and ``max`` of their load, where it is uneven."""
+
+    compute_ns: tuple[dict[str, int], ...]
+    peak_allocated: tuple[dict[str, int], ...]
+    mean_flops: float
+    """FLOPs that one rank of mean load executes, averaged over the stages."""
+    attended_length: int
+    """Length of equal documents with as much attention as those of a mean sequence."""
+
+
 def build_report(
     scenario: Scenario,
     graph: OpGraph,
     execution: Execution,
     memory: Sequence[MemoryCurve],
     reserved: Sequence[AllocatorUsage],
+    spread: RankSpread | None = None,
 ) -> dict[str, Any]:
     """Everything a run prints, as JSON-ready data. Times in ms, memory in GiB (2**30 bytes)."""
     iteration_ns = int(execution.end.max())
@@ -38,6 +52,9 @@ def build_report(
         _stage(scenario, graph, execution, rank, iteration_ns, memory[rank], reserved[rank])
         for rank in range(len(graph.ranks))
     ]
+    if spread is not None:
+        for number, stage in enumerate(stages):
+            stage["spread"] = _spread(spread, number)
     capacity = scenario.hardware.memory.capacity_gib
     peak_reserved = max(usage.peak_reserved for usage in reserved) / _GIB
     exposed = [sum(stage["exposed_communication_ms"].values()) for stage in stages]
@@ -52,7 +69,7 @@ def build_report(
             "active_parameters": count_active_parameters(scenario.model, seq_len=scenario.training.seq_len),
         },
         "iteration_time_ms": iteration_ns / 1e6,
-        **_throughput(scenario, graph, iteration_ns),
+        **_throughput(scenario, graph, iteration_ns, spread),
         "pipeline_bubble_fraction": bubble_fraction(graph, execution),
         "exposed_communication_fraction": float(np.mean(exposed)) * 1e6 / iteration_ns,
         "peak_allocated_gib": max(curve.peak for curve in memory) / _GIB,
@@ -63,16 +80,28 @@ def build_report(
     }
 
 
-def _throughput(scenario: Scenario, graph: OpGraph, iteration_ns: int) -> dict[str, float]:
+def _spread(spread: RankSpread, stage: int) -> dict[str, dict[str, float]]:
+    """Least loaded, mean and most loaded rank of a stage."""
+    return {
+        "compute_ms": {key: value / 1e6 for key, value in spread.compute_ns[stage].items()},
+        "peak_allocated_gib": {key: value / _GIB for key, value in spread.peak_allocated[stage].items()},
+    }
+
+
+def _throughput(
+    scenario: Scenario, graph: OpGraph, iteration_ns: int, spread: RankSpread | None
+) -> dict[str, float]:
     """Tokens and FLOPs per second. ``mfu`` counts causal attention as half, ``mfu_full_attention`` as whole."""
     seconds = iteration_ns / 1e9
     world = scenario.parallel.world_size
     peak = scenario.hardware.peak_tflops[scenario.training.dtype.name.lower()]
-    length = scenario.training.seq_len
+    length = spread.attended_length if spread else scenario.training.seq_len
     tokens_per_gpu = scenario.tokens / seconds / world
-    causal = tokens_per_gpu * model_flops_per_token(scenario.model, length, causal=True) / 1e12
-    full = tokens_per_gpu * model_flops_per_token(scenario.model, length, causal=False) / 1e12
-    executed = float(graph.operations.flops.sum()) / len(graph.ranks) / seconds / 1e12
+    causal, full = (
+        tokens_per_gpu * _flops_per_token(scenario, length, causal=half) / 1e12 for half in (True, False)
+    )
+    flops = spread.mean_flops if spread else float(graph.operations.flops.sum()) / len(graph.ranks)
+    executed = flops / seconds / 1e12
     return {
         "tokens_per_second": scenario.tokens / seconds,
         "tokens_per_second_per_gpu": tokens_per_gpu,
@@ -81,6 +110,14 @@ def _throughput(scenario: Scenario, graph: OpGraph, iteration_ns: int) -> dict[s
         "mfu_full_attention": full / peak,
         "hfu": executed / peak,
     }
+
+
+def _flops_per_token(scenario: Scenario, length: int, *, causal: bool) -> float:
+    """Model FLOPs of a token with its share of prediction heads and images."""
+    model, training = scenario.model, scenario.training
+    images = vision_flops_per_image(model) * training.images_per_sample / training.seq_len
+    tokens = model_flops_per_token(model, length, causal=causal)
+    return tokens + mtp_flops_per_token(model, length, causal=causal) + images
 
 
 def _stage(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 _CATEGORIES = ("weights", "gradients", "optimizer_states", "activations", "temporary", "communication")
@@ -18,10 +19,13 @@ def render_report(report: dict[str, Any], console: Console) -> None:
         f"{report['name']}: {model['name']} ({model['parameters'] / 1e9:.2f} B parameters) on "
         f"{report['world_size']} x {report['hardware']}",
         soft_wrap=True,
+        markup=False,
     )
     console.print(_summary(report))
     console.print(_time(report))
     console.print(_memory(report))
+    if any("spread" in stage for stage in report["stages"]):
+        console.print(_spread(report))
     console.print(
         "limits: host launch time, clock throttling and jitter between ranks are not modelled", style="dim"
     )
@@ -90,6 +94,25 @@ def _memory(report: dict[str, Any]) -> Table:
             f"{stage['peak_reserved_gib']:.2f}",
             f"{stage['peak_allocated_gib']:.2f}",
             *(f"{stage['memory_at_peak_gib'][c]:.2f}" for c in shown),
-            f"{largest['count']} x {largest['name']}: {largest['gib']:.2f}" if largest else "",
+            escape(f"{largest['count']} x {largest['name']}: {largest['gib']:.2f}") if largest else "",
+        )
+    return table
+
+
+def _spread(report: dict[str, Any]) -> Table:
+    """Least loaded, mean and most loaded rank of each stage, where ranks are unevenly loaded."""
+    levels = ("min", "mean", "max")
+    table = Table(
+        "stage", *(f"compute {level}" for level in levels), *(f"allocated {level}" for level in levels),
+        title="spread over the ranks of each stage, ms and GiB",
+    )  # fmt: skip
+    for column in table.columns:
+        column.justify = "right"
+    for stage in report["stages"]:
+        spread = stage["spread"]
+        table.add_row(
+            str(stage["stage"]),
+            *(f"{spread['compute_ms'][level]:,.1f}" for level in levels),
+            *(f"{spread['peak_allocated_gib'][level]:.2f}" for level in levels),
         )
     return table

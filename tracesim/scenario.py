@@ -21,10 +21,11 @@ import yaml
 from hardware_profiles.profile import HardwareProfile
 from op_graphs.model import ModelDescription
 from op_graphs.plan import OverlapPlan, ParallelPlan, Recompute, TrainingPlan
-from op_graphs.vocabulary import DType
 
 from .errors import ScenarioError
-from .scenario_checks import Draft, check_combinations, refuse_unbuilt, resolve_microbatches
+from .imbalance_fields import imbalance_mapping, read_routing, read_sequence_lengths
+from .precision_fields import precision_mapping, read_optimizer_dtypes, recipe_name
+from .scenario_checks import Draft, check_combinations, resolve_microbatches
 from .scenario_fields import (
     DTYPES,
     FIELDS,
@@ -39,6 +40,7 @@ from .scenario_fields import (
 )
 from .scenario_overrides import apply_overrides
 from .scenario_parts import hardware_reference, model_reference, read_hardware, read_model
+from .vision_fields import image_length
 from .yaml_reading import describe_type, read_yaml_mapping
 
 
@@ -106,12 +108,14 @@ def scenario_to_mapping(scenario: Scenario) -> dict[str, Any]:
             "micro_batch_size": training.micro_batch_size,
             "num_microbatches": training.num_microbatches,
             "global_batch_size": scenario.global_batch_size,
-            "dtype": training.dtype.name.lower(),
+            **precision_mapping(training),
             "grad_reduce_dtype": training.grad_reduce_dtype.name.lower(),
             "optimizer": training.optimizer,
             "recompute": _recompute_mapping(training.recompute),
             "cross_entropy_fusion": training.cross_entropy_fusion,
             "attention": training.attention,
+            "images_per_sample": training.images_per_sample,
+            **imbalance_mapping(training),
         },
         "schedule": scenario.schedule,
         "overlap": dataclasses.asdict(overlap),
@@ -150,20 +154,26 @@ def _build(raw: Mapping[str, Any], folder: Path, stem: str | None, problems: Pro
         model=model,
         hardware=hardware,
         parallel=parallel,
-        training=_training(sections["training"], parallel, problems),
+        training=_training(sections["training"], model, parallel, folder, problems),
         schedule=_schedule(raw.get("schedule", "1f1b"), folder, problems),
         overlap=OverlapPlan(**sections["overlap"]),
         dtype=dtype,
+        fp8_scaling=sections["training"]["fp8_scaling"],
     )
     check_combinations(draft, problems)
-    refuse_unbuilt(draft, problems)
     name = _name(raw.get("name"), stem, draft, problems)
     if model is None or hardware is None:
         return None
     return Scenario(name, model, hardware, parallel, draft.training, draft.schedule, draft.overlap)
 
 
-def _training(values: Mapping[str, Any], parallel: ParallelPlan, problems: Problems) -> TrainingPlan:
+def _training(
+    values: Mapping[str, Any],
+    model: ModelDescription | None,
+    parallel: ParallelPlan,
+    folder: Path,
+    problems: Problems,
+) -> TrainingPlan:
     microbatches = resolve_microbatches(
         parallel,
         values["micro_batch_size"],
@@ -172,15 +182,21 @@ def _training(values: Mapping[str, Any], parallel: ParallelPlan, problems: Probl
         problems,
     )
     return TrainingPlan(
-        seq_len=values["seq_len"],
+        seq_len=image_length(model, values["seq_len"], problems),
         micro_batch_size=values["micro_batch_size"],
         num_microbatches=microbatches,
-        dtype=DTYPES[values["dtype"]] or DType.BF16,
+        dtype=DTYPES[values["dtype"]],
+        recipe=recipe_name(values["dtype"], values["fp8_scaling"]),
+        fp8_param_gather=values["fp8_param_gather"],
         grad_reduce_dtype=REDUCE_DTYPES[values["grad_reduce_dtype"]],
         optimizer=values["optimizer"],
+        optimizer_dtypes=read_optimizer_dtypes(values["optimizer_dtypes"], problems),
         recompute=read_recompute(values["recompute"], problems),
         cross_entropy_fusion=values["cross_entropy_fusion"],
         attention=values["attention"],
+        images_per_sample=values["images_per_sample"],
+        routing=read_routing(values["routing"], folder, problems),
+        sequence_lengths=read_sequence_lengths(values["sequence_lengths"], folder, problems),
     )
 
 
@@ -219,6 +235,10 @@ def _name(value: object, stem: str | None, draft: Draft, problems: Problems) -> 
 def _recompute_mapping(recompute: Recompute) -> str | dict[str, Any]:
     if recompute.mode == "none" or recompute == Recompute("full"):
         return recompute.mode
+    if recompute.method == "every":
+        return {"every": recompute.layers}
+    if recompute.keeps_products:
+        return {"keep": "products"}
     if recompute.mode == "full":
         return {"layers": recompute.layers, "method": recompute.method}
     return {"modules": list(recompute.modules)}

@@ -6,7 +6,7 @@ The rules on degrees, layers and batches are those Megatron-LM enforces when it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hardware_profiles.profile import HardwareProfile
@@ -14,12 +14,15 @@ from op_graphs.model import ModelDescription
 from op_graphs.parameters import tensor_parallel_problem
 from op_graphs.plan import OverlapPlan, ParallelPlan, TrainingPlan
 from op_graphs.stage_layout import layers_per_stage
-
 from schedules.actions import ScheduleError
 from schedules.registry import build_schedule
 
+from .cost.attention import kernel_ratio
+from .imbalance_fields import check_imbalance
 from .parallel_checks import check_context_parallel, check_experts, check_recompute, check_sharding
+from .precision_fields import check_precision
 from .scenario_fields import Problems, show_value
+from .vision_fields import check_vision
 
 MAX_WORLD_SIZE = 1 << 20
 MAX_ACTIONS = 1 << 20
@@ -33,7 +36,7 @@ _LARGEST_ADVICE = 1 << 10
 class Draft:
     """A scenario whose fields are sound one by one; ``model`` and ``hardware`` are None where they could not be read.
 
-    ``dtype`` is the name the scenario uses, which can be a precision that ``training.dtype`` cannot express yet.
+    ``dtype`` is the name of the training precision, ``fp8_scaling`` how its scales are found.
     """
 
     model: ModelDescription | None
@@ -43,31 +46,7 @@ class Draft:
     schedule: str
     overlap: OverlapPlan
     dtype: str
-
-
-# Legal values of the contract that nothing lowers yet: one line each, deleted when the work is done.
-_BUILT: tuple[tuple[str, Callable[[Draft], object], tuple[object, ...]], ...] = (
-    ("parallel.layout", lambda draft: draft.parallel.layout, (None,)),
-    ("training.dtype", lambda draft: draft.dtype, ("bf16", "fp16", "fp32")),
-)
-_UNBUILT_MODEL_PARTS: tuple[tuple[str, Callable[[ModelDescription], object]], ...] = (
-    ("an input of image patches", lambda model: model.patches),
-    ("a vision encoder", lambda model: model.vision),
-    ("attention in both directions", lambda model: not model.causal),
-    ("a bias of the output head", lambda model: model.head_bias),
-)
-
-
-def refuse_unbuilt(draft: Draft, problems: Problems) -> None:
-    """Note every field whose value is legal but cannot be simulated by this version."""
-    for path, value_of, available in _BUILT:
-        value = value_of(draft)
-        if problems.sound(path) and value not in available:
-            problems.add(path, value, f"is not simulated yet; available: {_join(available)}")
-    if draft.model is not None and problems.sound("model"):
-        found = [part for part, has in _UNBUILT_MODEL_PARTS if has(draft.model)]
-        if found:
-            problems.note("model", f"{draft.model.name} has {', '.join(found)}: not simulated yet")
+    fp8_scaling: str
 
 
 def check_combinations(draft: Draft, problems: Problems) -> None:
@@ -80,10 +59,21 @@ def check_combinations(draft: Draft, problems: Problems) -> None:
         check_experts(draft.model, draft.parallel, problems)
         check_context_parallel(draft.model, draft.parallel, draft.training, problems)
         check_recompute(draft.model, draft.training, problems)
+        check_imbalance(draft.model, draft.training, problems)
+        check_vision(draft.model, draft.parallel, draft.training, problems)
     check_sharding(draft.parallel, problems)
     _check_sequence(draft, problems)
     _check_chunks(draft, problems)
-    _check_precision(draft, problems)
+    check_precision(
+        draft.dtype,
+        draft.fp8_scaling,
+        draft.hardware,
+        draft.model,
+        draft.parallel,
+        draft.training,
+        problems,
+    )
+    _check_attention_kernel(draft, problems)
     _check_size(draft, problems)
 
 
@@ -138,7 +128,13 @@ def _check_tensor_parallel(model: ModelDescription, draft: Draft, problems: Prob
 
 def _check_stages(model: ModelDescription, parallel: ParallelPlan, problems: Problems) -> None:
     paths = ("parallel.pp", "parallel.vpp", "parallel.first_stage_layers", "parallel.last_stage_layers")
-    if not problems.sound(*paths, "parallel.layout") or parallel.layout is not None:
+    if not problems.sound(*paths, "parallel.layout"):
+        return
+    if parallel.layout is not None:
+        try:
+            layers_per_stage(model.layers, parallel, model.mtp_layers)
+        except ValueError as error:
+            problems.add("parallel.layout", parallel.layout, f"does not fit {model.name}: {error}")
         return
     try:
         layers_per_stage(model.layers, parallel)
@@ -217,6 +213,8 @@ def _check_sequence(draft: Draft, problems: Problems) -> None:
     parallel, seq_len = draft.parallel, draft.training.seq_len
     if not problems.sound("training.seq_len", "parallel.tp", "parallel.cp", "parallel.sp"):
         return
+    if draft.model is not None and draft.model.patches is not None:
+        return
     step = (parallel.tp if parallel.sp else 1) * (2 * parallel.cp if parallel.cp > 1 else 1)
     if seq_len % step:
         shares = [f"tp = {parallel.tp} (sp is true)"] if parallel.sp else []
@@ -245,17 +243,13 @@ def _check_chunks(draft: Draft, problems: Problems) -> None:
         problems.add("schedule", schedule, f"cannot be built: {error}")
 
 
-def _check_precision(draft: Draft, problems: Problems) -> None:
-    if draft.hardware is None or not problems.sound("training.dtype"):
+def _check_attention_kernel(draft: Draft, problems: Problems) -> None:
+    if draft.hardware is None or not problems.sound("training.attention"):
         return
-    known = draft.hardware.peak_tflops
-    family = {"fp8-tensorwise": "fp8", "fp8-blockwise": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
-    if family.get(draft.dtype, draft.dtype) not in known:
-        problems.add(
-            "training.dtype",
-            draft.dtype,
-            f"has no peak rate in the hardware profile {draft.hardware.name}; known there: {', '.join(sorted(known))}",
-        )
+    try:
+        kernel_ratio(draft.training.attention, draft.hardware.attention)
+    except ValueError as error:
+        problems.add("training.attention", draft.training.attention, f"on {draft.hardware.name}: {error}")
 
 
 def _check_size(draft: Draft, problems: Problems) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from op_graphs.lower_context_parallel import ALGORITHMS
 from op_graphs.lower_dispatch import DISPATCHERS
+from op_graphs.optimizers import OPTIMIZERS
 from op_graphs.plan import OverlapPlan, ParallelPlan, Recompute, TrainingPlan
 from op_graphs.vocabulary import DType
 from schedules.registry import schedule_names
@@ -22,16 +23,15 @@ from .yaml_reading import describe_type
 SCHEDULES = schedule_names()
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
 RECOMPUTE_METHODS = ("uniform", "block")
-DTYPES: dict[str, DType | None] = {
+LOW_PRECISION = ("fp8-tensorwise", "fp8-blockwise", "mxfp8", "nvfp4")
+"""Training precisions whose linears run on quantised operands, and everything else in bf16."""
+DTYPES: dict[str, DType] = {
     "fp32": DType.FP32,
     "fp16": DType.FP16,
     "bf16": DType.BF16,
-    "fp8-tensorwise": None,
-    "fp8-blockwise": None,
-    "mxfp8": None,
-    "nvfp4": None,
+    **dict.fromkeys(LOW_PRECISION, DType.BF16),
 }
-"""Training precisions by the name a scenario uses; None where no lowering exists yet."""
+"""Type of weights and activations by the name of a training precision."""
 REDUCE_DTYPES = {"fp32": DType.FP32, "bf16": DType.BF16, "fp16": DType.FP16}
 
 
@@ -120,11 +120,19 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "num_microbatches": _optional_count(),
         "global_batch_size": _optional_count(1 << 31),
         "dtype": _choice("bf16", DTYPES),
+        "fp8_scaling": _choice("current", ("current", "delayed")),
+        "fp8_param_gather": _flag(_TRAINING.fp8_param_gather),
         "grad_reduce_dtype": _choice("fp32", REDUCE_DTYPES),
-        "optimizer": _choice(_TRAINING.optimizer, ("adam",)),
+        "optimizer": _choice(_TRAINING.optimizer, OPTIMIZERS),
+        # Read by tracesim.precision_fields.
+        "optimizer_dtypes": FieldRule("", lambda value: True, None),
         "recompute": FieldRule("", lambda value: True, "none"),
         "cross_entropy_fusion": _flag(_TRAINING.cross_entropy_fusion),
-        "attention": _choice(_TRAINING.attention, ("flash", "unfused")),
+        "attention": _choice(_TRAINING.attention, ("flash", "flash-2", "flash-1", "unfused")),
+        "images_per_sample": _count(_TRAINING.images_per_sample),
+        # Read by tracesim.imbalance_fields.
+        "routing": FieldRule("", lambda value: True, None),
+        "sequence_lengths": FieldRule("", lambda value: True, None),
     },
     "overlap": {
         "grad_reduce": _flag(_OVERLAP.grad_reduce),
@@ -150,7 +158,7 @@ _OTHER_NAMES = {
 }
 """What other tools call a key, by its beginning."""
 TOP_KEYS = ("name", "model", "hardware", "parallel", "training", "schedule", "overlap")
-RECOMPUTE_KEYS = ("modules", "layers", "method")
+RECOMPUTE_KEYS = ("modules", "layers", "method", "every", "keep")
 
 
 @dataclass
@@ -241,7 +249,7 @@ def read_section(section: str, raw: Mapping[str, Any], problems: Problems) -> di
 
 
 def read_recompute(value: object, problems: Problems) -> Recompute:
-    """What ``training.recompute`` says: ``none``, ``full``, or a mapping of modules, layers and method.
+    """What ``training.recompute`` says: ``none``, ``full``, or a mapping of some of :data:`RECOMPUTE_KEYS`.
 
     A mapping with modules is selective; one without is full recompute with its layers and method.
     """
@@ -252,10 +260,12 @@ def read_recompute(value: object, problems: Problems) -> Recompute:
         hint = (
             "; selective recompute of Megatron-LM is {modules: [core_attn]}" if value == "selective" else ""
         )
-        problems.add(path, value, f"must be none, full, or a mapping of modules, layers, method{hint}")
+        problems.add(path, value, f"must be none, full, or a mapping of {', '.join(RECOMPUTE_KEYS)}{hint}")
         return Recompute()
     problems.given.update(f"{path}.{key}" for key in value)
     check_keys(path, value, RECOMPUTE_KEYS, problems)
+    if {"every", "keep"} & set(value):
+        return _read_torchtitan(value, problems)
     layers, method = value.get("layers", 1), value.get("method", "uniform")
     if not _is_count(layers, 1 << 20):
         problems.add(f"{path}.layers", layers, "must be a whole number from 1")
@@ -263,7 +273,9 @@ def read_recompute(value: object, problems: Problems) -> Recompute:
         problems.add(f"{path}.method", method, f"must be {' or '.join(RECOMPUTE_METHODS)}")
     if value.get("modules") is None:
         if not {"layers", "method"} & set(value):
-            problems.add(path, dict(value), "is empty; write none, full, or give modules, layers or method")
+            problems.add(
+                path, dict(value), "is empty; write none, full, or give modules, layers or method, every or keep"
+            )
         return Recompute("full", (), layers, method)
     modules = _read_modules(value["modules"], problems)
     if {"layers", "method"} & set(value):
@@ -271,6 +283,30 @@ def read_recompute(value: object, problems: Problems) -> Recompute:
             path, "layers and method belong to full recompute and modules to selective; give one or the other"
         )
     return Recompute("selective", modules)
+
+
+def _read_torchtitan(value: Mapping[Any, Any], problems: Problems) -> Recompute:
+    """``{every: N}``, whole layers, or ``{keep: products}``, what lies between matrix products and attention."""
+    path = "training.recompute"
+    if len(value) > 1:
+        problems.note(path, f"takes every or keep alone, not {', '.join(str(key) for key in value)}")
+        return Recompute()
+    if "every" in value:
+        every = value["every"]
+        if not _is_count(every, 1 << 20):
+            problems.add(
+                f"{path}.every",
+                every,
+                "must be a whole number from 1: every how many layers one is recomputed",
+            )
+            return Recompute()
+        return Recompute("full", (), every, "every")
+    if value["keep"] != "products":
+        problems.add(
+            f"{path}.keep", value["keep"], "must be products: outputs of matrix products and attention"
+        )
+        return Recompute()
+    return Recompute("selective", keeps_products=True)
 
 
 def _read_modules(value: object, problems: Problems) -> tuple[str, ...]:

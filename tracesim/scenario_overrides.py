@@ -12,11 +12,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import ScenarioError
+from .imbalance_fields import LENGTH_KEYS, ROUTING_KEYS
 from .scenario_fields import FIELDS, RECOMPUTE_KEYS, TOP_KEYS, Problems, nearest_key
 from .yaml_reading import parse_yaml
 
 BASE = "base"
 """Key of an inline model or machine that names what it starts from."""
+
+
+_KEYS_BELOW = {
+    "training.recompute": RECOMPUTE_KEYS,
+    "training.routing": ROUTING_KEYS,
+    "training.sequence_lengths": LENGTH_KEYS,
+}
 
 
 def apply_overrides(
@@ -63,9 +71,9 @@ def _unknown_part(path: str) -> str | None:
         return f"unknown field {top}.{rest[0]}; {nearest_key(rest[0], FIELDS[top])}"
     if len(rest) == 1:
         return None
-    if rest[0] == "recompute" and len(rest) == 2:
-        wrong = rest[1] not in RECOMPUTE_KEYS
-        return f"unknown field {path}; {nearest_key(rest[1], RECOMPUTE_KEYS)}" if wrong else None
+    below = _KEYS_BELOW.get(f"{top}.{rest[0]}")
+    if below and len(rest) == 2:
+        return f"unknown field {path}; {nearest_key(rest[1], below)}" if rest[1] not in below else None
     return f"{top}.{rest[0]} has no fields below it"
 
 

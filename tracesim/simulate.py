@@ -7,17 +7,26 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from op_graphs.graph import OpGraph
 from op_graphs.timeline import Timeline
 
 from .cost import CostModel
 from .engine import Execution, execute
+from .errors import ScenarioError
+from .exposed import ExposedCommunication, affordable_reruns, describe_classes, exposed_in_simulation
 from .lowering import lower_scenario
 from .memory import AllocatorUsage
 from .memory.curves import MemoryCurve, memory_curve, reserved_memory
+from .rank_spread import rank_spread
 from .report import build_report
 from .scenario import Scenario
 from .simulated_timeline import build_timeline
+
+_MAXIMUM_MEMORY = 2**47
+"""Bytes of a rank: a quarter of the addresses the caching allocator hands out."""
+_COUNTABLE = 2.0**62
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,29 @@ class Simulation:
     @cached_property
     def report(self) -> dict[str, Any]:
         """The report as plain data, as documented in ``docs/report.md``."""
-        return build_report(self.scenario, self.graph, self.execution, self.memory, self.reserved)
+        spread = rank_spread(self.scenario, self.graph, self.execution, self.memory)
+        report = build_report(self.scenario, self.graph, self.execution, self.memory, self.reserved, spread)
+        exposed = self.exposed_communication(reruns=affordable_reruns(self.graph))
+        return {**report, "exposed_communication": describe_classes(exposed)}
+
+    def exposed_communication(
+        self, ranks: Sequence[int] | None = None, reruns: int | None = None
+    ) -> ExposedCommunication:
+        """Exposed communication by class, with what hiding each would save.
+
+        Args:
+            ranks: as in :meth:`timeline`.
+            reruns: classes whose saving is found by running the step again; all of them by default.
+        """
+        costs = CostModel(self.scenario.hardware)
+        return exposed_in_simulation(
+            self.timeline(ranks),
+            self.graph,
+            self.execution,
+            lambda durations: execute(self.graph, durations, gap_ns=costs.gap_ns),
+            costs.durations_ns(self.graph),
+            reruns,
+        )
 
     def timeline(self, ranks: Sequence[int] | None = None) -> Timeline:
         """The timeline of one rank a stage, or of the given global ranks.
@@ -60,8 +91,30 @@ def simulate(scenario: Scenario) -> Simulation:
     Raises:
         ScheduleError: if the pipeline schedule cannot be executed.
         SimulationError: if operations wait for each other.
+        ScenarioError: if sizes or times are beyond what can be counted.
     """
-    graph = lower_scenario(scenario)
-    costs = CostModel(scenario.hardware)
-    execution = execute(graph, costs.durations_ns(graph), gap_ns=costs.gap_ns)
+    try:
+        graph = lower_scenario(scenario)
+        costs = CostModel(scenario.hardware)
+        execution = execute(graph, costs.durations_ns(graph), gap_ns=costs.gap_ns)
+    except OverflowError as error:
+        raise ScenarioError(
+            f"{scenario.name}: a size or time is beyond 64 bits (8 EiB, 292 years); check training.seq_len and "
+            "micro_batch_size, the sizes of the model and the rates of the hardware"
+        ) from error
+    _check_memory(graph, execution)
     return Simulation(scenario, graph, execution)
+
+
+def _check_memory(graph: OpGraph, execution: Execution) -> None:
+    for rank in range(len(graph.ranks)):
+        own = graph.buffers.rank == rank
+        # The sum of all buffers in floats first: it cannot wrap, and where it is small the peak is too.
+        total = float(graph.buffers.size[own].astype(np.float64).sum())
+        if total <= _MAXIMUM_MEMORY:
+            continue
+        if total > _COUNTABLE or memory_curve(graph, execution, rank).peak > _MAXIMUM_MEMORY:
+            raise ScenarioError(
+                f"rank {graph.ranks[rank]} would hold more than {_MAXIMUM_MEMORY // 2**40} TiB at once, which cannot "
+                "be simulated; check training.seq_len and micro_batch_size, and the sizes of the model"
+            )

@@ -13,6 +13,7 @@ import numpy as np
 
 from op_graphs.columns import Int32, Int64, StringTable
 from op_graphs.graph import OpGraph
+from op_graphs.plan import ParallelPlan
 from op_graphs.timeline import (
     SLICE_DEFAULTS,
     CommunicationGroup,
@@ -43,7 +44,14 @@ from .memory import AllocatorUsage, order_events
 from .memory.curves import MemoryCurve
 from .scenario import Scenario, scenario_to_yaml
 
-_MAXIMUM_SLICES = 30_000_000
+_MAXIMUM_SLICES = 10_000_000
+"""A slice takes close to 190 bytes of a Perfetto file, and a browser opens files up to about 2 GB."""
+_ACTION_PHASES = {
+    "F": Phase.FORWARD,
+    "B": Phase.BACKWARD_INPUT,
+    "I": Phase.BACKWARD_INPUT,
+    "W": Phase.BACKWARD_WEIGHT,
+}
 _TRACK_NAMES = {
     Stream.COMPUTE: "compute",
     Stream.TP: "tp communication",
@@ -182,10 +190,9 @@ class _Builder:
         chosen = self.graph.segments.take(segments)
         names = [self.graph.strings[name] for name in chosen.name.tolist()]
         phases = [
-            Phase.FORWARD if name[0] == "F" else Phase.BACKWARD_INPUT if name[0] == "B" else Phase.OPTIMIZER
-            for name in names
+            _ACTION_PHASES[name[0]] if stage >= 0 else Phase.OPTIMIZER
+            for name, stage in zip(names, chosen.stage.tolist(), strict=True)
         ]
-        pp = self.scenario.parallel.pp
         start = self.segment_start[segments]
         columns = {
             column: np.full(len(segments), value)
@@ -199,14 +206,17 @@ class _Builder:
             name=chosen.name,
             kind=np.full(len(segments), OpKind.ANNOTATION),
             phase=np.array(phases, dtype=np.int8),
-            chunk=np.where(chosen.stage >= 0, chosen.stage // pp, -1),
+            chunk=np.where(chosen.stage >= 0, self.graph.operations.chunk[chosen.begin], -1),
             microbatch=chosen.microbatch,
             **columns,
         )
 
     def _groups_of(self, rank: int) -> Int32:
         """For each group of the graph, the group of ``rank`` that corresponds to it; the last entry is "none"."""
-        own = [self._intern_group(_translate(self.scenario, group, rank)) for group in self.graph.groups]
+        own = [
+            self._intern_group(corresponding_group(self.scenario.parallel, group, rank))
+            for group in self.graph.groups
+        ]
         return np.array([*own, -1], dtype=np.int32)
 
     def _intern_group(self, group: CommunicationGroup) -> int:
@@ -339,14 +349,28 @@ def _moments_of_events(allocate: Int64, release: Int64, events: Int64, execution
     return np.where(position >= 0, execution.start[position], 0)
 
 
-def _translate(scenario: Scenario, group: CommunicationGroup, rank: int) -> CommunicationGroup:
-    """The process group of ``rank`` that corresponds to a representative's group."""
-    parallel, at = scenario.parallel, scenario.parallel.coordinates(rank)
-    if group.name.upper() in Dimension.__members__ and group.name != "pp":
-        ranks = parallel.group_ranks(Dimension[group.name.upper()], rank)
-    else:
+def corresponding_group(parallel: ParallelPlan, group: CommunicationGroup, rank: int) -> CommunicationGroup:
+    """The process group of ``rank`` that corresponds to a representative's group.
+
+    A group is named after its dimension (``tp``, ``dp_shard``) and holds all ranks of a group along it, or every n-th
+    of a block of them. Others (``pp`` neighbours, ``embedding``) join stages.
+    """
+    dimension = Dimension.__members__.get(group.name.split("_")[0].upper(), Dimension.PP)
+    if dimension is Dimension.PP:
+        at = parallel.coordinates(rank)
         ranks = tuple(
             parallel.rank_of(tp=at["tp"], cp=at["cp"], dp=at["dp"], pp=parallel.coordinates(member)["pp"])
             for member in group.ranks
         )
+        return CommunicationGroup(group.name, ranks, len(ranks))
+    ranks = parallel.group_ranks(dimension, rank)
+    if len(ranks) > len(group.ranks) > 1:
+        whole = parallel.group_ranks(dimension, group.ranks[0])
+        stride = whole.index(group.ranks[1]) - whole.index(group.ranks[0])
+        block = stride * len(group.ranks)
+        position = ranks.index(rank)
+        begin = position // block * block + position % stride
+        ranks = ranks[begin : begin + block : stride]
+    elif len(group.ranks) == 1:
+        ranks = (rank,)
     return CommunicationGroup(group.name, ranks, len(ranks))

@@ -129,7 +129,7 @@ def _parallel(strategy: Mapping[str, Any]) -> dict[str, Any]:
 
 def _training(strategy: Mapping[str, Any]) -> dict[str, Any]:
     if strategy.get("fp8"):
-        raise RowSkippedError("fp8 is not expressed")
+        raise RowSkippedError("the row does not say which fp8 recipe ran")
     flash = strategy.get("use_flash_sdp", True)
     return {
         "seq_len": count_at(strategy, "seq_len"),

@@ -33,9 +33,13 @@ class SourceSettings:
     seq_len: int | None = None
     dtype: str | None = None
     grad_reduce_dtype: str = "fp32"
+    fp8_scaling: str = "current"
+    """How tensorwise fp8 scales are found, where a row says fp8 and no more."""
     recompute: str | None = None
     zero: int | None = None
     attention: str | None = None
+    attention_by_gpu: Mapping[str, str] = field(default_factory=dict)
+    """Kernels of sources whose tables are of different years, by the beginning of the GPU's name."""
     schedule: str | None = None
     sp: bool = False
     overlap: Mapping[str, bool] = field(default_factory=dict)
@@ -45,6 +49,13 @@ class SourceSettings:
     notes: tuple[str, ...] = ()
     refused: str = ""
     """Why no row of the source is expressed."""
+
+    def attention_on(self, gpu: str) -> str | None:
+        """The attention kernel of a row on a GPU; None if the source does not say."""
+        for beginning, kernel in self.attention_by_gpu.items():
+            if gpu.lower().startswith(beginning):
+                return kernel
+        return self.attention
 
 
 _NO_OVERLAP = {"grad_reduce": False, "param_gather": False, "p2p": False}
@@ -107,10 +118,12 @@ SETTINGS: dict[str, SourceSettings] = {
     ),
     # NSDI 2024: flash attention in the Megatron-LM baseline; the rows of MegaScale itself change the model.
     "megascale": SourceSettings(frameworks=("Megatron-LM",), dtype="bf16", zero=1, attention="flash"),
-    # Megatron-Core 0.6 with Transformer Engine; its launch script (training/benchmarks/llama3_8B/megatron/
-    # pretrain_llama3.sh) sets the distributed optimizer, sequence parallelism and flash attention, and no overlap.
+    # Megatron-Core 0.6 with Transformer Engine, which had delayed scaling only; its launch script
+    # (training/benchmarks/llama3_8B/megatron/pretrain_llama3.sh) sets the distributed optimizer, sequence parallelism
+    # and flash attention, and no overlap.
     "flagperf": SourceSettings(
         frameworks=("Megatron-core",),
+        fp8_scaling="delayed",
         zero=1,
         attention="flash",
         schedule="1f1b",
@@ -142,12 +155,29 @@ SETTINGS: dict[str, SourceSettings] = {
     ),
     # NeMo and Megatron-Bridge: distributed optimizer, sequence parallelism with tp, Transformer Engine attention. What
     # is recomputed is in their recipes, not on the pages the rows come from.
-    **{name: SourceSettings(zero=1, attention="flash", sp=True) for name in _NEMO},
+    # Scaling by the magnitude of the tensor itself came to Transformer Engine with version 2.2 in spring 2025; NeMo's
+    # fp8 recipe (bf16_with_fp8_mixed) scales by earlier steps, Megatron-Bridge's tables say FP8-CS.
+    **{
+        name: SourceSettings(
+            zero=1,
+            attention="flash",
+            sp=True,
+            fp8_scaling="current" if name == "megatron-bridge" else "delayed",
+        )
+        for name in _NEMO
+    },
     "megatron-golden": SourceSettings(
         refused="functional tests of small models, launch bound; their argument lists are not read yet"
     ),
-    # PyTorch FSDP; ZeRO-3 or ZeRO-2 comes from the row.
-    "llm-foundry-mpt": SourceSettings(vocab_size=50368, attention="flash", schedule="1f1b"),
+    # PyTorch FSDP; ZeRO-3 or ZeRO-2 comes from the row. Transformer Engine of 2023 has delayed scaling only. The A100
+    # tables are of the first release (May 2023), whose kernel was Triton's of the first FlashAttention; the H100 tables
+    # came later, with FlashAttention-2.
+    "llm-foundry-mpt": SourceSettings(
+        vocab_size=50368,
+        attention_by_gpu={"a100": "flash-1", "h100": "flash-2"},
+        schedule="1f1b",
+        fp8_scaling="delayed",
+    ),
 }
 
 UNKNOWN_SOURCE = SourceSettings()

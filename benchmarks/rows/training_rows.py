@@ -38,6 +38,12 @@ _SCHEDULES = {
     "zb-h2": "zb-h2",
     "zb-v": "zb-v",
 }
+_FP8_RECIPES = {
+    "mxfp8": r"mxfp8|fp8-mx",
+    "fp8-blockwise": r"fp8-sc|block|sub-?channel",
+    "current": r"fp8-cs|current",
+    "delayed": r"fp8-ds|delayed",
+}
 _NOT_GIVEN = ("n/a", "N/A", "-", "/")
 _FSDP_ZERO = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "HYBRID_SHARD": 3, "FSDP": 3, "HSDP": 3}
 
@@ -113,6 +119,10 @@ def _sharding(stated: Mapping[str, Any], dp: int, settings: SourceSettings) -> d
     fsdp = stated.get("fsdp")
     if isinstance(fsdp, str) and fsdp.upper() in _FSDP_ZERO:
         return {"zero": _FSDP_ZERO[fsdp.upper()]}
+    if fsdp in ("True", "Yes"):
+        return {"zero": 3}
+    if isinstance(fsdp, int) and fsdp > 1 and dp % fsdp == 0:
+        return {"zero": 3, "hsdp_shard": fsdp if fsdp < dp else None}
     if fsdp not in (None, 0, 1, "False", "No"):
         raise RowSkippedError(f"sharding fsdp = {fsdp!r} is not expressed")
     group = stated.get("zero1_group", -1)
@@ -129,15 +139,16 @@ def _training(
 ) -> dict[str, Any]:
     model = mapping_at(row, "model")
     seq_len = count_at(model, "seq", default=settings.seq_len)
-    if settings.attention is None:
+    attention = settings.attention_on(text_at(row, "gpu"))
+    if attention is None:
         raise RowSkippedError("neither the row nor its source says which attention kernel ran")
     training: dict[str, Any] = {
         "seq_len": seq_len,
         "micro_batch_size": count_at(row, "mbs"),
-        "dtype": _dtype(text_at(row, "precision"), settings),
+        **_precision(text_at(row, "precision"), settings),
         "grad_reduce_dtype": settings.grad_reduce_dtype,
         "recompute": _recompute(row, settings),
-        "attention": settings.attention,
+        "attention": attention,
     }
     if row.get("gbs") is not None:
         training["global_batch_size"] = count_at(row, "gbs")
@@ -146,16 +157,30 @@ def _training(
     return training
 
 
-def _dtype(precision: str, settings: SourceSettings) -> str:
+def _precision(precision: str, settings: SourceSettings) -> dict[str, str]:
     text = precision.lower()
-    if "fp4" in text or "fp8" in text:
-        return "nvfp4" if "fp4" in text else "mxfp8" if "mx" in text else "fp8-tensorwise"
+    if "fp4" in text:
+        return {"dtype": "nvfp4"}
+    if "fp8" in text or "float8" in text:
+        return _fp8(text, settings)
     for name in ("bf16", "fp16", "fp32"):
         if name in text:
-            return name
+            return {"dtype": name}
     if settings.dtype is None:
         raise RowSkippedError(f"the precision is given as {precision or 'nothing'!r}")
-    return settings.dtype
+    return {"dtype": settings.dtype}
+
+
+def _fp8(text: str, settings: SourceSettings) -> dict[str, str]:
+    """The recipe an fp8 row names; without a name it is tensorwise, scaled as its source does."""
+    if re.search(r"float8 rowwise", text):
+        raise RowSkippedError("fp8 with a scale for each row is not expressed")
+    stated = {recipe for recipe, pattern in _FP8_RECIPES.items() if re.search(pattern, text)}
+    if len(stated) > 1:
+        raise RowSkippedError(f"its fp8 recipe is given as {text!r}")
+    if stated & {"mxfp8", "fp8-blockwise"}:
+        return {"dtype": stated.pop()}
+    return {"dtype": "fp8-tensorwise", "fp8_scaling": stated.pop() if stated else settings.fp8_scaling}
 
 
 def _recompute(row: Mapping[str, Any], settings: SourceSettings) -> str | dict[str, Any]:

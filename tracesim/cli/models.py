@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import click
+from rich.markup import escape
 from rich.table import Table
 
 from op_graphs.parameters import count_parameters
@@ -45,7 +46,7 @@ def _show(name: str, as_json: bool) -> None:
     if as_json:
         print_json(facts)
         return
-    table = Table("field", "value", title=model.name)
+    table = Table("field", "value", title=escape(model.name))
     for key, value in facts.items():
-        table.add_row(key, f"{value:,}" if type(value) is int else str(value))
+        table.add_row(key, f"{value:,}" if type(value) is int else escape(str(value)))
     output_console().print(table)

@@ -22,8 +22,15 @@ def print_json(data: Any) -> None:  # noqa: ANN401
 
 def output_console() -> Console:
     """Console for tables; as wide as the terminal, or a fixed width where there is none."""
-    width = None if sys.stdout.isatty() else max(_WIDTH_IN_PIPES, shutil.get_terminal_size().columns)
-    return Console(width=width, highlight=False)
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    width = None if is_terminal else max(_WIDTH_IN_PIPES, shutil.get_terminal_size().columns)
+    return _Console(width=width, highlight=False)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave a reader that went away to the command line's one place for it."""
+        raise BrokenPipeError
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -20,9 +21,7 @@ from .printing import output_console, print_json, progress
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a field, e.g. parallel.pp=8."
 )
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Folder for trace and report."
-)
+@click.option("-o", "--output", metavar="DIR", help="Folder for trace and report.")
 @click.option(
     "--format",
     "formats",
@@ -39,7 +38,7 @@ from .printing import output_console, print_json, progress
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def run(
-    scenario: str, overrides: tuple[str, ...], output: Path | None, formats: str, ranks: str, as_json: bool
+    scenario: str, overrides: tuple[str, ...], output: str | None, formats: str, ranks: str, as_json: bool
 ) -> None:
     """Simulate SCENARIO (a bundled name or a YAML file) and print its report.
 
@@ -62,11 +61,10 @@ def run(
     console = output_console()
     render_report(report, console)
     for path in written:
-        console.print(f"wrote {path}", soft_wrap=True)
-    if folder is not None and "perfetto" in chosen:
-        console.print(
-            "open the .pftrace in https://ui.perfetto.dev, or run: tracesim open", written[0], soft_wrap=True
-        )
+        click.echo(f"wrote {path}")
+    traces = [path for path in written if path.suffix == ".pftrace"]
+    if traces:
+        click.echo(f"open it in https://ui.perfetto.dev, or run: tracesim open {shlex.quote(str(traces[0]))}")
 
 
 @click.command()
@@ -82,11 +80,11 @@ def scenarios(as_json: bool) -> None:
 
 def _formats(text: str) -> tuple[str, ...]:
     chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not chosen:
+        raise ScenarioError(f"--format {text!r} names no format; choose from {', '.join(FORMATS)}")
     unknown = [name for name in chosen if name not in FORMATS]
-    if unknown or not chosen:
-        raise ScenarioError(
-            f"--format {text!r}: {'no format' if not chosen else ', '.join(unknown)} is not one of {', '.join(FORMATS)}"
-        )
+    if unknown:
+        raise ScenarioError(f"--format {text!r}: {', '.join(unknown)} is not one of {', '.join(FORMATS)}")
     return chosen
 
 
@@ -99,14 +97,20 @@ def _ranks(text: str, world_size: int) -> list[int] | None:
     chosen: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        if not _is_number(first) or (dash and not _is_number(last)):
             raise ScenarioError(
                 f"--ranks {text!r}: {part.strip()!r} is no rank; write stages, all, or e.g. 0,8-15"
             )
         low, high = int(first), int(last) if dash else int(first)
-        if low > high or high >= world_size:
+        if low > high:
+            raise ScenarioError(f"--ranks {text!r}: {part.strip()!r} runs backwards; write {high}-{low}")
+        if high >= world_size:
             raise ScenarioError(
                 f"--ranks {text!r}: {part.strip()!r} is not within the ranks 0 to {world_size - 1} of this scenario"
             )
         chosen += range(low, high + 1)
     return chosen
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ..diff import diff_timelines, render_diff
+from ..errors import TraceError
 from ..open_trace import open_trace
 from ..readers import read_trace
 from ..trace_report import describe_trace, render_description
@@ -43,6 +47,8 @@ def read(traces: tuple[Path, ...], as_json: bool) -> None:
 )
 def diff(a: Path, b: Path, as_json: bool, fail_over: float | None) -> None:
     """Compare two traces, simulated or real, each one file or a folder of ranks."""
+    if fail_over is not None and not math.isfinite(fail_over):
+        raise click.BadParameter(f"{fail_over} is no percentage", param_hint="--fail-over")
     with progress("reading"):
         difference = diff_timelines(read_trace([a]), read_trace([b]))
     if as_json:
@@ -50,10 +56,17 @@ def diff(a: Path, b: Path, as_json: bool, fail_over: float | None) -> None:
     else:
         render_diff(difference, output_console())
     if fail_over is not None:
-        change = difference["iteration_time_ms"]["relative_percent"]
-        if change is None or change > fail_over:
-            click.echo(f"iteration time differs by {change} %, more than {fail_over} %", err=True)
-            raise click.exceptions.Exit(1)
+        _fail_over(difference, fail_over)
+
+
+def _fail_over(difference: Mapping[str, Any], limit: float) -> None:
+    """Exit with 1 if B's iterations take more than ``limit`` percent longer than A's."""
+    relative = difference["averages"]["metrics"].get("iteration_time_ms", {}).get("relative")
+    if relative is None:
+        raise TraceError(f"--fail-over {limit:g}: the first trace holds no time to compare with")
+    if 100 * relative > limit:
+        click.echo(f"failed: iteration time differs by {100 * relative:+.2f} %, over {limit:g} %", err=True)
+        raise click.exceptions.Exit(1)
 
 
 @click.command("open")

@@ -5,8 +5,9 @@ two forward (scores, values), five backward (the scores again and four gradients
 of heads whose query and value sizes differ are ratios to the forward efficiency at equal head sizes.
 
 Left out: block waste at the causal diagonal, the tail of the longest query tile (it hides in the fixed cost), splits
-along the keys for few heads, and the generation of the kernel, which matters more than the machine for short
-sequences and small heads. The algorithm is Dao, "FlashAttention-2" (arXiv:2307.08691).
+along the keys for few heads. The generation of the kernel is a ratio of its own.
+
+The algorithm is Dao, "FlashAttention-2" (arXiv:2307.08691).
 """
 
 from __future__ import annotations
@@ -40,8 +41,24 @@ def attention_ns(
         efficiency *= figures.backward_ratio
     if shape.head_size != shape.value_head_size:
         efficiency *= figures.wide_head_ratio
+    efficiency *= kernel_ratio(shape.kernel, figures)
     work = flops or attention_flops(shape)
     return figures.fixed_us * 1e3 + work / (peak_flop_per_ns * efficiency)
+
+
+def kernel_ratio(kernel: str, figures: AttentionFigures) -> float:
+    """Rate of a generation of FlashAttention over that of the machine's best kernel.
+
+    Raises:
+        ValueError: if the profile does not say how fast that generation is.
+    """
+    ratio = {"flash-2": figures.flash_2_ratio, "flash-1": figures.flash_1_ratio}.get(kernel, 1.0)
+    if not ratio:
+        name = kernel.replace("-", "_")
+        raise ValueError(
+            f"the hardware profile does not say how fast {kernel} runs; set attention.{name}_ratio in it, or use flash"
+        )
+    return ratio
 
 
 def attention_flops(shape: AttentionShape) -> float:

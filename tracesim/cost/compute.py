@@ -14,7 +14,7 @@ from op_graphs.vocabulary import DType, OpKind
 
 from .attention import attention_ns, is_calibrated
 from .distinct import distinct_rows
-from .gemm import gemm_ns, is_aligned, multi_stream_gemm_ns
+from .gemm import figures_for, gemm_ns, is_aligned, multi_stream_gemm_ns
 from .memory_bound import ACCESS_OF_KIND, achieved_bandwidth, memory_bound_ns
 
 NANOSECONDS_PER_MICROSECOND = 1e3
@@ -209,15 +209,14 @@ class ComputeCost:
         if isinstance(shape, GemmShape):
             _require_positive(shape, (shape.m, shape.n, shape.k, shape.count))
             peak = self.peak_flop_per_ns(shape.dtype, sm_count)
+            figures = figures_for(self.profile.gemm, shape.dtype.name.lower())
             if not is_aligned(shape):
                 provenance = Provenance.EXTRAPOLATED
-            if kind == OpKind.GROUPED_GEMM and self.profile.gemm.grouped_per_expert_us > 0:
-                time_ns = multi_stream_gemm_ns(
-                    shape, self.profile.gemm, peak, memory.bandwidth_gb_per_s, traffic
-                )
+            if kind == OpKind.GROUPED_GEMM and figures.grouped_per_expert_us > 0:
+                time_ns = multi_stream_gemm_ns(shape, figures, peak, memory.bandwidth_gb_per_s, traffic)
             else:
                 bandwidth = achieved_bandwidth(memory, "stream")
-                time_ns = gemm_ns(shape, self.profile.gemm, peak, bandwidth, sm_count, traffic)
+                time_ns = gemm_ns(shape, figures, peak, bandwidth, sm_count, traffic)
             return max(time_ns, floor_ns), provenance
         if isinstance(shape, AttentionShape):
             _require_positive(

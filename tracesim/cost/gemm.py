@@ -13,6 +13,8 @@ its residuals. The wave model is the one of NVIDIA's "Matrix Multiplication Back
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hardware_profiles.profile import GemmFigures, GemmTile
 from op_graphs.graph import GemmShape
 
@@ -100,6 +102,19 @@ def multi_stream_gemm_ns(
         shape.count * figures.grouped_per_expert_us * 1e3
         + work / (peak_flop_per_ns * efficiency)
         + figures.grouped_exposed_traffic * traffic / memory_byte_per_ns
+    )
+
+
+def figures_for(figures: GemmFigures, dtype: str) -> GemmFigures:
+    """The figures for operands of a dtype, which reach another share of their peak than bf16 does."""
+    ratio = figures.dtype_ratio.get(dtype, 1.0)
+    if ratio == 1.0:
+        return figures
+    return replace(
+        figures,
+        mainloop_efficiency=ratio * figures.mainloop_efficiency,
+        sustained_efficiency=ratio * figures.sustained_efficiency,
+        grouped_efficiency=ratio * figures.grouped_efficiency,
     )
 
 

@@ -1,0 +1,119 @@
+"""torchtitan's selective recompute: every n-th layer, and all but matrix products and attention."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from op_graphs.vocabulary import OpKind, Phase
+from tests.dense_scenarios import dense_mapping
+from tests.test_lowering import (
+    assert_nothing_leaks,
+    attention_flops,
+    linear_flops,
+    lowered,
+    saved_bytes,
+    step_flops,
+)
+from tracesim.errors import ScenarioError
+from tracesim.lowering import lower_scenario
+from tracesim.scenario import load_scenario, scenario_to_mapping
+
+
+@pytest.mark.parametrize(("every", "layers"), [(1, [0, 1, 2, 3]), (2, [1, 3]), (3, [2]), (5, [])])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_every_nth_layer_runs_again(every, layers, pp):
+    scenario, plain = lowered(parallel__pp=pp)
+    _, again = lowered(parallel__pp=pp, training__recompute={"every": every})
+    assert_nothing_leaks(again)
+    rows = again.operations.phase == Phase.RECOMPUTE
+    assert sorted(set(again.operations.layer[rows].tolist())) == layers
+    layer = (linear_flops(scenario) + attention_flops(scenario)) / scenario.model.layers
+    added = step_flops(again, scenario) - step_flops(plain, scenario)
+    assert added == pytest.approx(scenario.tokens * len(layers) * layer, rel=1e-9)
+
+
+@pytest.mark.parametrize("plan", [{}, {"tp": 4}, {"tp": 4, "sp": True}, {"pp": 2, "dp": 2, "zero": 3}])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_products_are_kept_and_the_rest_runs_again(plan, qk_norm):
+    """Kept: input of the layer, q k v, the output of attention with its log-sum-exp, both outputs of the hidden width
+    behind attention and MLP, and fc1's output. Not kept: outputs of norms and of the activation."""
+    changes: dict[str, Any] = {"parallel": plan, "model__qk_norm": qk_norm}
+    scenario, plain = lowered(**changes)
+    _, graph = lowered(**changes, training__recompute={"keep": "products"})
+    assert_nothing_leaks(graph)
+    assert step_flops(graph, scenario) == step_flops(plain, scenario)
+    operations = graph.operations
+    again = operations.phase == Phase.RECOMPUTE
+    assert not np.isin(operations.kind[again], [OpKind.GEMM, OpKind.ATTENTION]).any()
+    names = Counter(graph.strings[name] for name in operations.name[again])
+    times = scenario.model.layers * scenario.training.num_microbatches
+    expected = ["input_layernorm", "pre_mlp_layernorm", "rotary", "attention_residual", "swiglu"]
+    assert names == dict.fromkeys([*expected, *(["qk_norm"] if qk_norm else [])], times)
+    model, tp = scenario.model, scenario.parallel.tp
+    tokens = scenario.training.micro_batch_size * scenario.training.seq_len
+    query, key_value = model.heads * model.head_size, model.kv_heads * model.head_size
+    whole = 2 * tokens * 3 * model.hidden_size // (tp if scenario.parallel.sp else 1)
+    cut = 2 * tokens * (query + 2 * key_value + query + 2 * model.ffn_size) + 4 * tokens * model.heads
+    kept = (whole + cut // tp) * scenario.training.num_microbatches
+    if scenario.parallel.pp == 1:
+        assert [saved_bytes(graph, layer) for layer in range(model.layers)] == [kept] * model.layers
+
+
+def test_experts_and_images_go_with_it():
+    moe = {"experts": 4, "top_k": 2, "expert_ffn_size": 64, "shared_ffn_size": 64}
+    scenario = load_scenario(dense_mapping(model__moe=moe, training__recompute={"keep": "products"}))
+    graph = lower_scenario(scenario)
+    assert_nothing_leaks(graph)
+    again = graph.operations.phase == Phase.RECOMPUTE
+    names = {graph.strings[name] for name in graph.operations.name[again]}
+    assert {"expert_swiglu", "shared_swiglu"} <= names
+    assert not np.isin(graph.operations.kind[again], [OpKind.GEMM, OpKind.GROUPED_GEMM]).any()
+
+
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_size": 16, "qk_rope_head_size": 16, "v_head_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"training__recompute": {"every": 0}},
+            "training.recompute.every: 0 (from scenario) must be a whole number",
+        ),
+        ({"training__recompute": {"every": 2, "layers": 1}}, "takes every or keep alone, not every, layers"),
+        (
+            {"training__recompute": {"keep": "norms"}},
+            "training.recompute.keep: norms (from scenario) must be products",
+        ),
+        ({"training__recompute": {"evry": 2}}, "did you mean every?"),
+        (
+            {
+                "training__recompute": {"keep": "products"},
+                "model__latent_attention": LATENT,
+                "model__kv_heads": 8,
+            },
+            "training.recompute.keep: does not know the latent attention of small",
+        ),
+        (
+            {"training__recompute": {"keep": "products"}, "training__dtype": "fp8-tensorwise"},
+            "training.recompute.keep: needs 16-bit",
+        ),
+    ],
+)
+def test_what_is_refused(changes, said):
+    with pytest.raises(ScenarioError) as error:
+        load_scenario(dense_mapping(**changes))
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("recompute", [{"every": 3}, {"keep": "products"}])
+def test_a_scenario_writes_it_back(recompute):
+    scenario = load_scenario(dense_mapping(training__recompute=recompute))
+    mapping = scenario_to_mapping(scenario)
+    assert mapping["training"]["recompute"] == recompute
+    assert load_scenario(mapping) == scenario
+    assert load_scenario(dense_mapping(), ["training.recompute.every=3"]).training.recompute.layers == 3
