@@ -1,15 +1,20 @@
 """Refit the figures of hardware profiles that are fitted on measured training runs, and print the residual.
 
-``python -m benchmarks.fit PATH... [--json]``. A PATH is a file of measured rows, as for ``benchmarks.accuracy``.
+``python -m benchmarks.fit PATH... [--figure NAME] [--json]``. A PATH is a file of measured rows, as for
+``benchmarks.accuracy``.
 
-Fitted is ``training_clock_ratio``: how much slower matrix products and attention run in a sustained training step than
-in back-to-back runs of one kernel. Only layouts without tensor parallelism count, on one node, with a hidden size of
-at least 4,096: their kernels take milliseconds, so that neither communication nor kernel launches can explain much.
+``training_clock_ratio`` (the default figure): how much slower matrix products and attention run in a sustained
+training step than in back-to-back runs of one kernel. Only layouts without tensor parallelism count, on one node, with
+a hidden size of at least 4,096: their kernels take milliseconds, so that neither communication nor kernel launches can
+explain much.
 
 Where a layout was run with several counts of microbatches, the *slope* of the iteration time over the count is fitted,
 so that fixed costs (optimizer, gradient reduction) cannot hide in it. Sources that run each layout once are fitted by
 level: the upper quartile over their rows of the ratio that each row asks for, since whatever else slows a row down
 makes it ask for less.
+
+``operation_us``: what launching one lowered operation takes the host. Only small models count (hidden size up to 1,024,
+one node), whose steps are mostly bound by launches: the value at which the median error of a source is zero.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, quantiles
+from statistics import mean, median, quantiles
 
 import click
 
@@ -33,6 +38,8 @@ from tracesim.simulate import simulate
 _LEAST_HIDDEN = 4096
 _NODE = 8
 _LEAST_ROWS = 4
+_SMALL_HIDDEN, _SMALL_LAYERS = 1024, 24
+_BISECTIONS = 7
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,62 @@ def _fit_levels(layouts: Mapping[tuple[str, str], Sequence[MeasuredRow]]) -> lis
     ]
 
 
+@dataclass(frozen=True)
+class HostFit:
+    """The host time of an operation that the launch-bound rows of a source ask for."""
+
+    source: str
+    hardware: str
+    rows: int
+    median_error_pct_without: float
+    operation_us: float
+
+
+def fit_host_operation(files: Sequence[Path]) -> list[HostFit]:
+    """One fit for each source and machine with launch-bound rows."""
+    fits = []
+    for path in files:
+        rows, source = read_rows(path)
+        file = RowFile(path, source)
+        machines: dict[tuple[str, str], list[MeasuredRow]] = defaultdict(list)
+        for index, row in enumerate(rows):
+            try:
+                measured = express(row, index, file)
+            except RowSkippedError:
+                continue
+            scenario = measured.scenario
+            small = scenario.model.hidden_size <= _SMALL_HIDDEN and scenario.model.layers <= _SMALL_LAYERS
+            if (
+                measured.time_ms
+                and measured.smaller is None
+                and small
+                and scenario.parallel.world_size <= _NODE
+            ):
+                machines[source_name(row, file), scenario.hardware.name].append(measured)
+        for (name, hardware), found in machines.items():
+            if len(found) < _LEAST_ROWS:
+                continue
+            low, high = 0.0, 200.0
+            for _ in range(_BISECTIONS):
+                middle = (low + high) / 2
+                low, high = (middle, high) if _median_error(found, middle) < 0 else (low, middle)
+            fits.append(
+                HostFit(name, hardware, len(found), _median_error(found, 0.0), round((low + high) / 2, 1))
+            )
+    return fits
+
+
+def _median_error(rows: Sequence[MeasuredRow], operation_us: float) -> float:
+    errors = []
+    for row in rows:
+        assert row.time_ms is not None
+        hardware = row.scenario.hardware
+        changed = replace(hardware, host=replace(hardware.host, operation_us=operation_us))
+        report = simulate(replace(row.scenario, hardware=changed)).report
+        errors.append(100 * (report["iteration_time_ms"] / row.time_ms - 1))
+    return float(median(errors))
+
+
 def _ratio(measured: float, full: float, half: float) -> float:
     """The clock that explains a time, from the times at full and at half the clock."""
     # Half the clock adds once more what runs at the clock.
@@ -136,22 +199,35 @@ def _time_ms(scenario: Scenario, ratio: float) -> float:
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--figure",
+    type=click.Choice(["training_clock_ratio", "operation_us"]),
+    default="training_clock_ratio",
+    show_default=True,
+)
 @click.option("--json", "as_json", is_flag=True)
-def main(paths: tuple[Path, ...], as_json: bool) -> None:
-    """Refit training_clock_ratio on the measured rows in PATHS."""
+def main(paths: tuple[Path, ...], figure: str, as_json: bool) -> None:
+    """Refit a figure of the hardware profiles on the measured rows in PATHS."""
     try:
-        fits = fit_training_clock(find_files(paths))
+        files = find_files(paths)
     except InputError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
+    clock = fit_training_clock(files) if figure == "training_clock_ratio" else []
+    host = fit_host_operation(files) if figure == "operation_us" else []
     if as_json:
-        click.echo(json.dumps([vars(fit) for fit in fits], indent=2))
+        click.echo(json.dumps([vars(fit) for fit in (*clock, *host)], indent=2))
         return
-    for fit in fits:
+    for fit in clock:
         residual = 100 * (fit.at_full_clock_ms / fit.measured_ms - 1)
         click.echo(
             f"{fit.source}, {fit.hardware}: {fit.layout}: {fit.measured_ms:.2f} ms measured, "
             f"{fit.at_full_clock_ms:.2f} at full clock ({residual:+.1f} %), training_clock_ratio {fit.ratio}"
+        )
+    for found in host:
+        click.echo(
+            f"{found.source}, {found.hardware}: {found.rows} launch-bound rows, median error without the host "
+            f"{found.median_error_pct_without:+.1f} %, operation_us {found.operation_us}"
         )
 
 

@@ -12,7 +12,8 @@ from op_graphs.graph import OpGraph
 from op_graphs.imbalance import Level, stage_loads
 
 from .cost import CostModel
-from .engine import Execution, execute
+from .engine import Execution
+from .host import execute_with_host
 from .lowering import lower_scenario
 from .memory.curves import MemoryCurve, memory_curve
 from .report import RankSpread, breakdown
@@ -37,7 +38,9 @@ def rank_spread(
         other, run, curves = graph, execution, memory
         if level != "most":
             other = lower_scenario(scenario, level)
-            run = execute(other, costs.durations_ns(other), gap_ns=costs.gap_ns)
+            run = execute_with_host(
+                other, costs.durations_ns(other), gap_ns=costs.gap_ns, operation_ns=costs.operation_ns
+            )
             curves = [memory_curve(other, run, stage) for stage in range(stages)]
         for stage in range(stages):
             compute[stage][key] = breakdown(other, run, stage)[0]

@@ -9,13 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from op_graphs.columns import Int64
 from op_graphs.graph import OpGraph
 from op_graphs.timeline import Timeline
 
+from .contention import execute
 from .cost import CostModel
-from .engine import Execution, execute
+from .cost.contention import sharing_policy
+from .engine import Execution
 from .errors import ScenarioError
 from .exposed import ExposedCommunication, affordable_reruns, describe_classes, exposed_in_simulation
+from .host import execute_with_host, with_launches
 from .lowering import lower_scenario
 from .memory import AllocatorUsage
 from .memory.curves import MemoryCurve, memory_curve, reserved_memory
@@ -52,7 +56,9 @@ class Simulation:
         """The report as plain data, as documented in ``docs/report.md``."""
         spread = rank_spread(self.scenario, self.graph, self.execution, self.memory)
         report = build_report(self.scenario, self.graph, self.execution, self.memory, self.reserved, spread)
-        exposed = self.exposed_communication(reruns=affordable_reruns(self.graph))
+        exposed = self.exposed_communication(
+            reruns=affordable_reruns(self.graph, self.scenario.overlap.contention)
+        )
         return {**report, "exposed_communication": describe_classes(exposed)}
 
     def exposed_communication(
@@ -69,7 +75,7 @@ class Simulation:
             self.timeline(ranks),
             self.graph,
             self.execution,
-            lambda durations: execute(self.graph, durations, gap_ns=costs.gap_ns),
+            lambda changed: _execute(self.scenario, self.graph, costs, changed),
             costs.durations_ns(self.graph),
             reruns,
         )
@@ -96,7 +102,7 @@ def simulate(scenario: Scenario) -> Simulation:
     try:
         graph = lower_scenario(scenario)
         costs = CostModel(scenario.hardware)
-        execution = execute(graph, costs.durations_ns(graph), gap_ns=costs.gap_ns)
+        execution = _execute(scenario, graph, costs, costs.durations_ns(graph))
     except OverflowError as error:
         raise ScenarioError(
             f"{scenario.name}: a size or time is beyond 64 bits (8 EiB, 292 years); check training.seq_len and "
@@ -104,6 +110,15 @@ def simulate(scenario: Scenario) -> Simulation:
         ) from error
     _check_memory(graph, execution)
     return Simulation(scenario, graph, execution)
+
+
+def _execute(scenario: Scenario, graph: OpGraph, costs: CostModel, durations: Int64) -> Execution:
+    """Run a graph; with contention where the scenario asks for it."""
+    if scenario.overlap.contention:
+        sharing = sharing_policy(costs, graph, durations)
+        launched, lags = with_launches(graph, durations, costs.operation_ns)
+        return execute(launched, durations, gap_ns=costs.gap_ns, lags=lags, sharing=sharing)
+    return execute_with_host(graph, durations, gap_ns=costs.gap_ns, operation_ns=costs.operation_ns)
 
 
 def _check_memory(graph: OpGraph, execution: Execution) -> None:
