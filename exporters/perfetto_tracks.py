@@ -23,6 +23,8 @@ FORMAT = "tracesim.trace/1"
 FACTS_TRACK = "tracesim"
 FACTS_EVENT = "trace facts"
 MEMORY_GROUP = "memory"
+RANK_PREFIXES = "rank_prefixes"
+"""Property of a timeline that holds several runs: a word for each row of its ranks, separated by commas."""
 
 _EXPLICIT_ORDER = 3
 _SIZE_IN_BYTES = 3
@@ -53,18 +55,23 @@ class TrackPlan:
 def rank_names(timeline: Timeline) -> list[str]:
     """Names whose text order is rank order, such as ``rank 012 pp1 dp0 tp0``.
 
-    Coordinates that are not known are left out, and so are ``cp`` and ``ep`` where they are 0 on every rank.
+    Coordinates that are not known are left out, and so are ``cp`` and ``ep`` where they are 0 on every rank. Of several
+    runs in one timeline (:data:`RANK_PREFIXES`), each name begins with the word of its run.
     """
     ranks = timeline.ranks
     largest = max([timeline.world_size - 1, *ranks.rank.tolist()])
     digits = max(3, len(str(largest)))
     shown = ["pp", "dp"] + [d for d in ("cp", "ep") if np.any(getattr(ranks, d) > 0)] + ["tp"]
+    prefixes = timeline.properties.get(RANK_PREFIXES, "").split(",")
     names = []
     for row in range(len(ranks)):
         number = int(ranks.rank[row])
         known = [(d, int(getattr(ranks, d)[row])) for d in shown]
         parts = [f"rank {number:0{digits}d}" if number >= 0 else "rank unknown"]
-        names.append(" ".join(parts + [f"{d}{value}" for d, value in known if value >= 0]))
+        parts += [f"{d}{value}" for d, value in known if value >= 0]
+        names.append(
+            " ".join(([prefixes[row]] if len(prefixes) == len(ranks) and prefixes[row] else []) + parts)
+        )
     return names
 
 

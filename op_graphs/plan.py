@@ -111,6 +111,8 @@ class OverlapPlan:
     p2p: bool = True
     tp: bool = False
     ep: bool = False
+    contention: bool = False
+    """Whether what runs at the same time on a device slows each other: SMs, memory and links are shared."""
 
 
 @dataclass(frozen=True)

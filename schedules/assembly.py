@@ -202,9 +202,9 @@ class _Assembly:
             program,
             self.rows,
             rank,
-            action.microbatch if action else -1,
+            action.parts[0].microbatch if action else -1,
             name,
-            action.stage if action else -1,
+            action.parts[0].stage if action else -1,
             action,
         )
         streams = self._streams(program)

@@ -2,8 +2,9 @@
 
 Each program is cut behind its exposed expert-parallel exchanges; the pieces take turns on the compute stream, so that
 the exchange that ends a piece of one program travels under the next piece of the other. This is the pairing of
-DeepSeek-V3's DualPipe (arXiv:2412.19437, section 3.2.1, figure 4) and of Megatron-Core's combined 1F1B. A program
-without such exchanges is one piece: then the second simply follows the first.
+DeepSeek-V3's DualPipe (arXiv:2412.19437, section 3.2.1, figure 4) and of Megatron-Core's combined 1F1B. Weight
+gradients of a piece, which nothing in it waits for, run behind the start of its exchange, and so beside it, as in a
+published trace of that pairing. A program without such exchanges is one piece: then the second follows the first.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from op_graphs.columns import Int64
+from op_graphs.columns import Bool, Int64
 from op_graphs.graph import Operations
 from op_graphs.program import Program, ProgramBuffers
-from op_graphs.vocabulary import Stream
+from op_graphs.vocabulary import Phase, Stream
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class Interleaved:
 
 def interleave(first: Program, second: Program) -> Interleaved:
     """Let the pieces of two programs take turns, beginning with ``second`` (the backward, which others wait for)."""
+    first, second = _exchanges_before_weights(first), _exchanges_before_weights(second)
     pieces = (_pieces(second), _pieces(first))
-    order: list[tuple[int, range]] = []
+    order: list[tuple[int, Int64]] = []
     for turn in range(max(map(len, pieces))):
         order += [(which, found[turn]) for which, found in enumerate(pieces) if turn < len(found)]
     lengths = (len(second), len(first))
@@ -42,8 +44,8 @@ def interleave(first: Program, second: Program) -> Interleaved:
     source: list[Int64] = []
     position = 0
     for which, rows in order:
-        new_rows[which][rows.start : rows.stop] = np.arange(position, position + len(rows))
-        source.append(np.arange(rows.start, rows.stop) + (lengths[0] if which else 0))
+        new_rows[which][rows] = np.arange(position, position + len(rows))
+        source.append(rows + (lengths[0] if which else 0))
         position += len(rows)
     operations = Operations.concatenate((second.operations, first.operations)).take(np.concatenate(source))
     moved = _moved(first, new_rows[1]), _moved(second, new_rows[0])
@@ -59,13 +61,55 @@ def interleave(first: Program, second: Program) -> Interleaved:
     return Interleaved(program, moved, new_rows[1], new_rows[0])
 
 
-def _pieces(program: Program) -> list[range]:
-    """Runs of rows, each ending with an expert-parallel exchange."""
+def _bounds(program: Program) -> list[int]:
+    """Bounds of runs of rows that each end with an expert-parallel exchange, but perhaps for the last."""
     ends = (np.flatnonzero(program.operations.stream == Stream.EP) + 1).tolist()
     bounds = [0, *ends]
-    if bounds[-1] != len(program):
-        bounds.append(len(program))
-    return [range(begin, end) for begin, end in pairwise(bounds)]
+    return bounds if bounds[-1] == len(program) else [*bounds, len(program)]
+
+
+def _pieces(program: Program) -> list[Int64]:
+    """Rows of each run in the order in which they are to run: weight gradients behind the exchange."""
+    later = _can_wait(program)
+    pieces = []
+    for begin, end in pairwise(_bounds(program)):
+        rows = np.arange(begin, end)
+        ends_in_exchange = program.operations.stream[end - 1] == Stream.EP
+        waits = later[begin:end] & ends_in_exchange
+        pieces.append(np.concatenate([rows[~waits], rows[waits]]))
+    return pieces
+
+
+def _can_wait(program: Program) -> Bool:
+    """Rows of weight gradients and of their reduction, unless an operation that is neither waits for one."""
+    operations = program.operations
+    later: Bool = np.isin(operations.phase, (Phase.BACKWARD_WEIGHT, Phase.GRADIENT_SYNC))
+    awaited = program.dependencies[~later[program.dependency_rows]]
+    kept = np.zeros(len(program), dtype=np.bool_)
+    kept[awaited] = True
+    # One that must stay keeps those before it on its streams.
+    for begin, end in pairwise(_bounds(program)):
+        held = np.flatnonzero(later[begin:end] & kept[begin:end])
+        if len(held):
+            later[begin : begin + int(held[-1]) + 1] = False
+    return later
+
+
+def _exchanges_before_weights(program: Program) -> Program:
+    """The program with exchanges that wait for the weight gradient before them waiting for what comes before that."""
+    operations = program.operations
+    weights = np.isin(operations.phase, (Phase.BACKWARD_WEIGHT, Phase.GRADIENT_SYNC))
+    sources = program.dependencies.copy()
+    begins = _bounds(program)
+    for position in np.flatnonzero(operations.stream[program.dependency_rows] == Stream.EP).tolist():
+        row, source = int(program.dependency_rows[position]), int(sources[position])
+        begin = max(bound for bound in begins if bound <= row)
+        if not begin <= source < row or not weights[source] or operations.stream[source] != Stream.COMPUTE:
+            continue
+        before = np.flatnonzero(~weights[begin:row] & (operations.stream[begin:row] == Stream.COMPUTE))
+        if len(before):
+            sources[position] = begin + int(before[-1])
+    return replace(program, dependencies=sources)
 
 
 def _moved(program: Program, new_rows: Int64) -> Program:

@@ -106,6 +106,7 @@ def test_the_report_as_json_has_the_documented_keys(folder):
         "mfu", "mfu_full_attention", "hfu",
         "pipeline_bubble_fraction", "exposed_communication_fraction",
         "peak_allocated_gib", "peak_reserved_gib", "memory_capacity_gib", "fits_in_memory", "stages",
+        "exposed_communication",
     ]  # fmt: skip
     assert (report["schema"], report["name"], report["world_size"]) == ("tracesim.report/1", "small", 8)
     assert list(report["model"]) == ["name", "parameters", "active_parameters"]

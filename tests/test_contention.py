@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import numpy as np
@@ -148,6 +149,27 @@ def test_with_nothing_to_share_it_is_the_longest_path(case, gap, admission):
 
 
 @settings(max_examples=150, deadline=None)
+@given(cases(), st.data(), st.booleans())
+def test_lags_are_those_of_the_engine_where_nothing_is_shared(case, data, admission):
+    graph, durations = case
+    lengths = np.array(durations, dtype=np.int64)
+    # As a launch: some time after the start of the dependency.
+    launched = [data.draw(st.integers(0, 60)) for _ in graph.dependencies]
+    lags = np.array(launched, dtype=np.int64) - lengths[graph.dependencies]
+    sharing = policy([NOTHING] * len(durations), admission=admission)
+    found = execute(graph, lengths, lags=lags, sharing=sharing)
+    assert found.end.tolist() == execute_alone(graph, lengths, lags=lags).end.tolist()
+
+
+def test_a_lag_counts_from_the_start_of_a_slowed_operation():
+    """A kernel that is launched 5 ns after the start of another does not wait for that to be slowed."""
+    graph = graph_of([{"stream": TP}, {"stream": DP, "after": [0]}, {"stream": EP}])
+    sharing = policy([ALL_OF_IT, NOTHING, ALL_OF_IT])
+    found = execute(graph, np.array([10, 3, 10]), lags=np.array([-5]), sharing=sharing)
+    assert found.end.tolist() == [20, 8, 20]
+
+
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 3), st.booleans())
 def test_what_never_overlaps_is_never_slowed(durations, gap, admission):
     """A chain through all streams, each operation behind the one before."""
@@ -185,7 +207,7 @@ def test_work_is_conserved(case):
     moments = sorted({moment for pair in found for moment in pair})
     busy = sum(
         after - before
-        for before, after in zip(moments, moments[1:], strict=False)
+        for before, after in itertools.pairwise(moments)
         if any(start <= before and after <= end for start, end in found)
     )
     # An end is on the next whole nanosecond.

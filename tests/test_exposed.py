@@ -16,11 +16,13 @@ from tests.executed import executed_graphs
 from tests.graphs import naive_times
 from tests.timelines import timeline_of
 from tracesim.analysis import analyze, breakdowns, slice_dimensions
+from tracesim.analysis.annotate import WHY_TRACK
 from tracesim.analysis.breakdown import DIMENSIONS
 from tracesim.analysis.exposed import class_keys
 from tracesim.cli import main
 from tracesim.cost import CostModel
 from tracesim.exposed import ExposedCommunication, describe_stretches, exposed_in_trace
+from tracesim.readers import read_trace
 from tracesim.scenario import load_scenario
 from tracesim.simulate import simulate
 
@@ -233,6 +235,23 @@ def test_the_command_gives_what_the_report_says_on_a_simulated_trace(tmp_path):
     )
     shown = runner.invoke(main, ["analyze", str(tmp_path / "run" / "trace.pftrace"), "--exposed"]).stdout
     assert "exposed communication, ms over all ranks" in shown
+
+
+def test_the_written_trace_holds_a_note_for_every_stretch(tmp_path):
+    scenario, output = tmp_path / "small.yaml", tmp_path / "notes.pftrace"
+    scenario.write_text(json.dumps(dense_mapping(**SCENARIOS[0])))
+    runner = CliRunner()
+    assert runner.invoke(main, ["run", str(scenario), "-o", str(tmp_path / "run")]).exit_code == 0
+    trace = str(tmp_path / "run" / "trace.pftrace")
+    result = runner.invoke(main, ["analyze", trace, "--exposed", "-o", str(output), "--json"])
+    stretches = json.loads(result.stdout)["exposed"]["stretches"]
+    timeline = read_trace([output])
+    tracks = [n for n, name in enumerate(timeline.tracks.name) if timeline.string(name) == WHY_TRACK]
+    notes = np.isin(timeline.slices.track, tracks)
+    assert int(notes.sum()) == len(stretches)
+    assert int(timeline.slices.duration[notes].sum()) == sum(stretch["exposed_ns"] for stretch in stretches)
+    texts = [timeline.string(name) for name in timeline.slices.name[notes]]
+    assert any("waited for" in text and "could have run" in text for text in texts)
 
 
 @pytest.mark.shared_data

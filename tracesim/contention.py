@@ -35,7 +35,12 @@ _EPSILON = 1e-6
 
 
 def execute(
-    graph: OpGraph, durations: Int64, *, gap_ns: int = 0, sharing: SharingPolicy | None = None
+    graph: OpGraph,
+    durations: Int64,
+    *,
+    gap_ns: int = 0,
+    lags: Int64 | None = None,
+    sharing: SharingPolicy | None = None,
 ) -> Execution:
     """Run a graph.
 
@@ -43,18 +48,23 @@ def execute(
         graph: what to run.
         durations: nanoseconds of each operation while it runs alone, one a row.
         gap_ns: idle time between two kernels queued back to back on a compute stream.
+        lags: as of :func:`tracesim.engine.execute`. A dependency with a lag counts from its start, as long after it as
+            it would be if it ran alone: so a launch that follows another does not wait for a slowed kernel.
         sharing: what operations share; None for nothing, which is the exact longest path.
 
     Raises:
-        ValueError: if a duration is negative, or their number or that of the classes is not the number of operations.
+        ValueError: if a duration is negative, their number or that of the classes is not the number of operations, or
+            that of the lags not the number of dependencies.
         SimulationError: if operations are left that wait for each other.
     """
     if sharing is None:
-        return engine.execute(graph, durations, gap_ns=gap_ns)
+        return engine.execute(graph, durations, gap_ns=gap_ns, lags=lags)
     check_durations(graph, durations)
     if len(sharing.classes) != len(durations):
         raise ValueError(f"{len(sharing.classes)} classes for {len(durations)} operations")
-    return _Run(graph, durations, gap_ns, sharing).run()
+    if lags is not None and len(lags) != len(graph.dependencies):
+        raise ValueError(f"{len(lags)} lags for {len(graph.dependencies)} dependencies")
+    return _Run(graph, durations, gap_ns, lags, sharing).run()
 
 
 @dataclass
@@ -72,9 +82,11 @@ class _Device:
 
 
 class _Run:
-    def __init__(self, graph: OpGraph, durations: Int64, gap_ns: int, sharing: SharingPolicy) -> None:
+    def __init__(
+        self, graph: OpGraph, durations: Int64, gap_ns: int, lags: Int64 | None, sharing: SharingPolicy
+    ) -> None:
         self.graph, self.sharing = graph, sharing
-        self.edges = Edges.of(graph, gap_ns)
+        self.edges = Edges.of(graph, gap_ns, lags)
         operations = graph.operations
         self.duration: list[int] = durations.tolist()
         self.rendezvous: list[int] = operations.rendezvous.tolist()
@@ -86,9 +98,10 @@ class _Run:
         rows = len(durations)
         self.members = _members(operations.rendezvous)
         self.pending = np.diff(np.array(self.edges.offsets)).tolist()
-        by_source = np.argsort(self.edges.source, kind="stable")
-        self.followers = self.edges.target[by_source].tolist()
-        self.follower_offsets = np.searchsorted(self.edges.source[by_source], np.arange(rows + 1)).tolist()
+        from_start = ~self.edges.is_stream & (self.edges.lag != 0)
+        self.behind_end = _Followers(self.edges, np.flatnonzero(~from_start), rows)
+        self.behind_start = _Followers(self.edges, np.flatnonzero(from_start), rows)
+        self.from_start: list[bool] = from_start.tolist()
         self.sources, self.lags = self.edges.source.tolist(), self.edges.lag.tolist()
         self.devices = [_Device() for _ in range(len(graph.ranks))]
         self.start, self.end = [-1] * rows, [-1] * rows
@@ -201,6 +214,7 @@ class _Run:
 
     def _begin(self, row: int, now: int) -> None:
         self.start[row] = self.since[row] = now
+        self._release(self.behind_start, row, now)
         if not self.duration[row]:
             # Takes nothing and no time; it still ends behind what is already due now.
             self.serial += 1
@@ -224,8 +238,12 @@ class _Run:
         if device.kernel == row:
             device.kernel = -1
             self._admit_blocked(device, now)
-        for position in range(self.follower_offsets[row], self.follower_offsets[row + 1]):
-            follower = self.followers[position]
+        self._release(self.behind_end, row, now)
+
+    def _release(self, behind: _Followers, row: int, now: int) -> None:
+        """Count a row off what its followers wait for."""
+        for position in range(behind.offsets[row], behind.offsets[row + 1]):
+            follower = behind.rows[position]
             self.pending[follower] -= 1
             if not self.pending[follower]:
                 self._plan_ready(follower, now)
@@ -234,8 +252,10 @@ class _Run:
         moment, cause = 0, -1
         for position in range(self.edges.offsets[row], self.edges.offsets[row + 1]):
             source = self.sources[position]
-            if self.end[source] + self.lags[position] >= moment:
-                moment, cause = self.end[source] + self.lags[position], source
+            alone = self.start[source] + self.duration[source]
+            allowed = (alone if self.from_start[position] else self.end[source]) + self.lags[position]
+            if allowed >= moment:
+                moment, cause = allowed, source
         self.waited_for[row] = cause
         self._push(max(moment, now), _READY, row)
 
@@ -279,7 +299,7 @@ class _Run:
         if row not in device.running:
             return 1.0
         rates = self.sharing.rates([self.classes[other] for other in device.running], device.waiting_sms)
-        return rates[device.running.index(row)]
+        return float(rates[device.running.index(row)])
 
     def _due(self, row: int, now: int) -> None:
         """Plan the end of a row, or the moment of its last blocks where somebody waits for that."""
@@ -292,6 +312,15 @@ class _Run:
         self.plan[row] = self.serial
         lasts = max(0, -int(-(work - _EPSILON) // self.rate[row]))
         heapq.heappush(self.heap, (now + lasts, self.serial, _PROGRESS, row))
+
+
+class _Followers:
+    """The targets of some edges by their source."""
+
+    def __init__(self, edges: Edges, chosen: Int64, rows: int) -> None:
+        chosen = chosen[np.argsort(edges.source[chosen], kind="stable")]
+        self.rows: list[int] = edges.target[chosen].tolist()
+        self.offsets: list[int] = np.searchsorted(edges.source[chosen], np.arange(rows + 1)).tolist()
 
 
 def _members(rendezvous: Int32) -> dict[int, list[int]]:

@@ -31,8 +31,14 @@ from .analysis.exposed import (
 from .engine import Execution
 
 _BACKWARD = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT, Phase.RECOMPUTE)
+_STREAM_DIMENSIONS = {
+    int(stream): ROLE_DIMENSIONS[role].name.lower() if role in ROLE_DIMENSIONS else DIMENSIONS[-1]
+    for stream, role in STREAM_ROLES.items()
+}
 _REPORT_CLASSES = 16
 _REPORT_OPERATIONS = 1_000_000
+_CONTENTION_COST = 10
+"""Time of the event loop over that of the longest path."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +98,10 @@ def exposed_in_simulation(
     return ExposedCommunication(timeline, stretches, tuple(classes), tuple(savings))
 
 
-def affordable_reruns(graph: OpGraph) -> int:
-    """How often a graph is run again for a report, so that this takes no longer than making the report's step."""
-    return max(2, min(_REPORT_CLASSES, _REPORT_OPERATIONS // max(1, len(graph.operations))))
+def affordable_reruns(graph: OpGraph, contention: bool) -> int:
+    """How often a graph is run again for a report, so that this takes about as long as simulating the step."""
+    operations = _REPORT_OPERATIONS // (_CONTENTION_COST if contention else 1)
+    return max(2, min(_REPORT_CLASSES, operations // max(1, len(graph.operations))))
 
 
 def exposed_in_trace(analysis: Analysis) -> ExposedCommunication:
@@ -175,7 +182,7 @@ def _class_rows(graph: OpGraph) -> dict[tuple[str, str, str, str], Int64]:
     for row, stream, (name, phase, layer) in zip(
         rows.tolist(), operations.stream[rows].tolist(), keys, strict=True
     ):
-        members.setdefault((name, _stream_dimension(stream), phase, layer), []).append(row)
+        members.setdefault((name, _STREAM_DIMENSIONS[stream], phase, layer), []).append(row)
     found = {}
     for key, listed in members.items():
         mine = np.array(listed)
@@ -183,11 +190,6 @@ def _class_rows(graph: OpGraph) -> dict[tuple[str, str, str, str], Int64]:
         others = np.flatnonzero(np.isin(operations.rendezvous, met[met >= 0]))
         found[key] = np.union1d(mine, others)
     return found
-
-
-def _stream_dimension(stream: int) -> str:
-    dimension = ROLE_DIMENSIONS.get(STREAM_ROLES[Stream(stream)])
-    return dimension.name.lower() if dimension is not None else DIMENSIONS[-1]
 
 
 # -- plain data --------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import yaml
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +14,7 @@ from rich.table import Table
 from op_graphs.timeline import Timeline
 
 from .analysis import Analysis
+from .analysis.annotate import Notes
 from .errors import ScenarioError, SimulationError
 from .exposed import (
     ExposedCommunication,
@@ -59,6 +61,27 @@ def _simulation_of(timeline: Timeline) -> Simulation | None:
 def describe_exposed(found: ExposedCommunication) -> dict[str, Any]:
     """Classes (ranked by what hiding them saves) and stretches as plain data; see ``docs/overlap.md``."""
     return {"classes": describe_classes(found), "stretches": describe_stretches(found)}
+
+
+def exposed_notes(found: ExposedCommunication) -> list[Notes]:
+    """What each stretch waited for, what waited for it and what could have run, for a track of each rank."""
+    stretches = describe_stretches(found)
+    notes: list[Notes] = []
+    for rank in range(len(found.timeline.ranks)):
+        rows = np.flatnonzero(found.stretches.rank == rank)
+        rows = rows[np.argsort(found.stretches.start[rows], kind="stable")]
+        texts = [_note(stretches[row]) for row in rows.tolist()]
+        notes.append((rank, found.stretches.start[rows], found.stretches.end[rows], texts))
+    return notes
+
+
+def _note(stretch: Mapping[str, Any]) -> str:
+    parts = [stretch["name"]]
+    parts += [f"waited for {stretch['waited_for']}"] if stretch["waited_for"] else []
+    parts += [f"before {stretch['waited_by']}"] if stretch["waited_by"] else []
+    could_run = stretch["could_run_ns"] / 1e3
+    parts += [f"{stretch['could_run']} could have run ({could_run:.1f} us)"] if could_run else []
+    return "; ".join(parts)
 
 
 def render_exposed(classes: Sequence[Mapping[str, Any]], console: Console) -> None:

@@ -140,6 +140,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "p2p": _flag(_OVERLAP.p2p),
         "tp": _flag(_OVERLAP.tp),
         "ep": _flag(_OVERLAP.ep),
+        "contention": _flag(_OVERLAP.contention),
     },
 }
 _OTHER_NAMES = {

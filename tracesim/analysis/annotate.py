@@ -15,14 +15,20 @@ from tracesim.analysis.critical_path import COMMUNICATION, COMPUTE, MEMORY, PIEC
 from tracesim.analysis.idle import IDLE_CAUSES
 
 IDLE_TRACK, EXPOSED_TRACK, PATH_TRACK = "idle cause", "exposed communication", "critical path"
+WHY_TRACK = "why not overlapped"
 EXPOSED_COUNTER, IDLE_COUNTER = "exposed communication so far (ms)", "idle so far (ms)"
 
 
-def annotate(analysis: Analysis) -> Timeline:
+Notes = tuple[int, Int64, Int64, list[str]]
+"""Row of :attr:`Timeline.ranks`, and starts, ends and texts of what is to be written there."""
+
+
+def annotate(analysis: Analysis, why: Iterable[Notes] = ()) -> Timeline:
     """The timeline of an analysis with, for each rank, three annotation tracks and two counters.
 
     ``idle cause`` and ``exposed communication`` tile the idle and exposed time of the steps; ``critical path`` shows
     the path across ranks where there is one, else that of the rank. The counters run from the first step to the last.
+    ``why`` goes to a track of its own (:data:`WHY_TRACK`).
     """
     builder = _Builder(analysis.timeline)
     shared = {path.window.step for path in analysis.paths}
@@ -37,6 +43,8 @@ def annotate(analysis: Analysis) -> Timeline:
             _add_path(builder, step.path)
     for path in analysis.paths:
         _add_path(builder, path)
+    for rank, start, end, texts in why:
+        builder.add(rank, WHY_TRACK, start, end, texts)
     _add_counters(builder, analysis.steps)
     return builder.timeline()
 

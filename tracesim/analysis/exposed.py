@@ -277,15 +277,16 @@ def _followers(cause: Int64, computes: Bool, rank: Int32, start: Int64) -> Int64
 def class_keys(
     slices: Slices | Operations, strings: tuple[str, ...], rows: Int64, simulated: bool
 ) -> list[tuple[str, str, str]]:
-    """(name, phase, layer class) of communication slices or operations.
+    """(name, phase, layer class) of communication slices or operations, one a row.
 
     A simulated operation goes by its own name. Measured kernels are named after algorithm and element type, so they go
     by the transfer they perform, where it is known.
     """
-    name, communication, phase, layer, module = (
-        column[rows].tolist()
-        for column in (slices.name, slices.communication, slices.phase, slices.layer, slices.module)
+    columns = (slices.name, slices.communication, slices.phase, np.minimum(slices.layer, 0), slices.module)
+    distinct, label = np.unique(
+        np.stack([column[rows].astype(np.int64) for column in columns]), axis=1, return_inverse=True
     )
+    name, communication, phase, layer, module = distinct.tolist()
     keys = []
     for text, what, of_phase, of_layer, of_module in zip(
         name, communication, phase, layer, module, strict=True
@@ -296,7 +297,7 @@ def class_keys(
             _DIGITS.sub("*", strings[of_module]) if of_module >= 0 else "layer" if of_layer >= 0 else ""
         )
         keys.append((called, Phase(of_phase).name.lower(), layer_class))
-    return keys
+    return [keys[number] for number in label.ravel().tolist()]
 
 
 def exposed_classes(timeline: Timeline, stretches: ExposedStretches, steps: int) -> list[ExposedClass]:

@@ -40,6 +40,11 @@ class Actions:
     start: Int64
     end: Int64
     phase: Int8
+    name: Int32
+    """String id as drawn or annotated (``F0``, ``PP:0F0``); -1 for actions put together from compute slices."""
+    chunk: Int32
+    microbatch: Int32
+    """-1 where only the name says it."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,15 @@ def find_actions(timeline: Timeline, dimensions: Int8) -> Actions | None:
     end = slices.start + slices.duration
     staged = (role == TrackRole.PIPELINE) & (slices.microbatch >= 0)
     if staged.any():
-        return Actions(rank[staged], slices.start[staged], end[staged], slices.phase[staged])
+        return Actions(
+            rank[staged],
+            slices.start[staged],
+            end[staged],
+            slices.phase[staged],
+            slices.name[staged],
+            slices.chunk[staged],
+            slices.microbatch[staged],
+        )
     annotated = _annotations(timeline)
     if annotated is not None:
         return annotated
@@ -197,6 +210,9 @@ def _per_microbatch(timeline: Timeline, rows: Int64) -> Actions:
         slices.start[rows][first],
         np.maximum.reduceat(slices.start[rows] + slices.duration[rows], first),
         np.where(forward[first], Phase.FORWARD, Phase.BACKWARD_INPUT).astype(np.int8),
+        np.full(len(first), -1, dtype=np.int32),
+        slices.chunk[rows][first],
+        slices.microbatch[rows][first],
     )
 
 
@@ -220,9 +236,11 @@ def _annotations(timeline: Timeline) -> Actions | None:
     )[slices.track[rows]]
     start, end = slices.start[rows], slices.start[rows] + slices.duration[rows]
     if of_device.any():
-        return Actions(rank[of_device], start[of_device], end[of_device], phase[of_device])
-    begin, stop, launched = _launched_within(timeline, rank, start, end)
-    return Actions(rank[launched], begin[launched], stop[launched], phase[launched])
+        kept = of_device
+    else:
+        start, end, kept = _launched_within(timeline, rank, start, end)
+    unknown = np.full(int(kept.sum()), -1, dtype=np.int32)
+    return Actions(rank[kept], start[kept], end[kept], phase[kept], slices.name[rows][kept], unknown, unknown)
 
 
 def _launched_within(timeline: Timeline, rank: Int32, start: Int64, end: Int64) -> tuple[Int64, Int64, Bool]:

@@ -13,6 +13,7 @@ from .convert import convert
 from .errors import USER_ERRORS, report_error, report_usage_error
 from .hardware import hardware
 from .models import models
+from .replay import replay
 from .run import run, scenarios
 from .schedule import schedule
 from .traces import diff, open_command, read
@@ -73,5 +74,5 @@ def main() -> None:
     """Simulate distributed LLM training steps, and compare them with real profiler traces."""
 
 
-for _command in (run, scenarios, models, hardware, read, analyze, diff, convert, open_command, schedule):
+for _command in (run, scenarios, models, hardware, read, analyze, replay, diff, convert, open_command, schedule):
     main.add_command(_command)

@@ -12,7 +12,7 @@ from ..analysis.analysis import analyze as analyze_timeline
 from ..analysis.annotate import annotate
 from ..analysis.describe import describe
 from ..analysis.tables import render
-from ..exposed_traces import describe_exposed, exposed_in, render_exposed
+from ..exposed_traces import describe_exposed, exposed_in, exposed_notes, render_exposed
 from ..output import atomic_write
 from ..readers import read_trace
 from .printing import output_console, print_json, progress
@@ -46,11 +46,12 @@ def analyze(traces: tuple[Path, ...], exposed: bool, as_json: bool, output: Path
     with progress("analyzing"):
         analysis = analyze_timeline(timeline)
         result = describe(analysis)
-        if exposed:
-            result["exposed"] = describe_exposed(exposed_in(analysis))
+        found = exposed_in(analysis) if exposed else None
+        if found is not None:
+            result["exposed"] = describe_exposed(found)
     if output is not None:
         with progress("writing"), atomic_write(output) as stream:
-            write_perfetto(annotate(analysis), stream)
+            write_perfetto(annotate(analysis, exposed_notes(found) if found else ()), stream)
     if as_json:
         print_json(result)
         return

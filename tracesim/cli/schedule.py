@@ -30,7 +30,11 @@ from schedules import (
 )
 from schedules.grid import rank_labels, scaled_rows
 
+from ..analysis import analyze
 from ..output import atomic_write
+from ..readers import read_trace
+from ..recovered_report import describe_recovered, intended_beside, render_recovered
+from ..recovered_schedule import recover_schedule
 from ..schedule_workbench import (
     PlanSizes,
     compare_on_costs,
@@ -54,6 +58,7 @@ _STYLES = {
 }
 _LEAST_COLUMNS = 20
 _TABLE_COLUMNS = 72
+_RECOVERED_COLUMNS = 110
 
 
 def _size_options(command: _Command) -> _Command:
@@ -104,6 +109,15 @@ def names() -> None:
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a field of the scenario."
 )
+@click.option(
+    "--trace",
+    "traces",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="TRACE",
+    help="Recover the schedule of a trace instead: a file or a folder of ranks; may be repeated.",
+)
+@click.option("--step", type=int, metavar="N", help="Step of the trace [default: the first whole one].")
 @click.option("--width", type=int, metavar="N", help="Characters a line may take [default: the terminal's].")
 @click.option("--svg", type=click.Path(path_type=Path), metavar="FILE.svg", help="Also draw into a picture.")
 @click.option(
@@ -122,6 +136,8 @@ def show(
     stage_factors: str | None,
     scenario: str | None,
     overrides: tuple[str, ...],
+    traces: tuple[Path, ...],
+    step: int | None,
     width: int | None,
     svg: Path | None,
     output: Path | None,
@@ -132,7 +148,13 @@ def show(
     On given costs communication is free. With --scenario the times are those of its simulation, in milliseconds, with
     NAME in the place of its schedule if given. F, B, I and W are forward, full backward, backward for the input and for
     the weight; small letters are odd model chunks; + is a forward beside a backward.
+
+    With --trace it is the schedule that a run executed, checked, with what each bubble waited for, and the intended one
+    beside it: NAME, or the schedule that has the same order.
     """
+    if traces:
+        _show_recovered(traces, name, step, _width(width), (svg, output), as_json)
+        return
     costs = None
     if scenario is None:
         costs = _costs(forward_cost, backward_cost, weight_cost, overlapped_cost, stage_factors)
@@ -142,9 +164,7 @@ def show(
             changes = _with_sizes(overrides, pp, microbatches)
             times = scenario_times(scenario, changes, name)
     columns = _width(width)
-    for path, write in ((svg, _write_svg), (output, _write_trace)):
-        if path is not None:
-            write(path, times)
+    _write_files(times, svg, output)
     description = describe_schedule(times, costs)
     if as_json:
         print_json({**description, "actions": schedule_rows(times)})
@@ -152,8 +172,38 @@ def show(
     _print_grid(times, columns, Console(width=columns, highlight=False))
     console = Console(width=max(columns, _TABLE_COLUMNS), highlight=False)
     _print_figures(description, console)
-    for path in filter(None, (svg, output)):
-        console.print(f"wrote {path}", soft_wrap=True)
+    _print_written(console, svg, output)
+
+
+def _show_recovered(
+    traces: tuple[Path, ...],
+    name: str | None,
+    step: int | None,
+    columns: int,
+    files: tuple[Path | None, Path | None],
+    as_json: bool,
+) -> None:
+    """Draw the schedule of a trace, and the intended one below it."""
+    with progress("reading"):
+        timeline = read_trace(list(traces))
+    with progress("analyzing"):
+        recovered = recover_schedule(analyze(timeline), step)
+        intended = intended_beside(recovered, name)
+    _write_files(recovered.times, *files)
+    description = describe_recovered(recovered, intended)
+    if as_json:
+        print_json(description)
+        return
+    drawing = Console(width=columns, highlight=False)
+    _print_grid(recovered.times, columns, drawing)
+    if intended is not None:
+        drawing.print(f"{intended.name}, as intended:", markup=False)
+        # On the scale of what ran.
+        share = intended.times.makespan / recovered.times.makespan if recovered.times.makespan else 1.0
+        _print_grid(intended.times, max(_LEAST_COLUMNS, min(columns, round(columns * share))), drawing)
+    console = Console(width=max(columns, _RECOVERED_COLUMNS), highlight=False)
+    render_recovered(description, console)
+    _print_written(console, *files)
 
 
 @schedule.command()
@@ -409,6 +459,17 @@ def _cost_figures(row: dict[str, Any]) -> list[str]:
         f"{row['bubble_fraction']:.1%}",
         *(f"{row[f'peak_activations{which}']:g}" for which in ("_first_rank", "_last_rank", "")),
     ]
+
+
+def _write_files(times: UnitTimes, svg: Path | None, output: Path | None) -> None:
+    for path, write in ((svg, _write_svg), (output, _write_trace)):
+        if path is not None:
+            write(path, times)
+
+
+def _print_written(console: Console, *paths: Path | None) -> None:
+    for path in filter(None, paths):
+        console.print(f"wrote {path}", soft_wrap=True)
 
 
 def _write_svg(path: Path, times: UnitTimes) -> None:

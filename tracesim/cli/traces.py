@@ -9,10 +9,14 @@ from typing import Any
 
 import click
 
-from ..diff import diff_timelines, render_diff
+from exporters import write_perfetto
+
+from ..diff import compare_timelines, is_scenario, markdown, merged_timeline, render_diff, simulate_beside
 from ..errors import TraceError
 from ..open_trace import open_trace
+from ..output import atomic_write
 from ..readers import read_trace
+from ..suggest_scenario import suggest_scenario
 from ..trace_report import describe_trace, render_description
 from .printing import output_console, print_json, progress
 
@@ -22,11 +26,22 @@ _TRACE = click.Path(path_type=Path)
 @click.command()
 @click.argument("traces", nargs=-1, required=True, type=_TRACE)
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def read(traces: tuple[Path, ...], as_json: bool) -> None:
+@click.option(
+    "--suggest-scenario", "suggest", is_flag=True, help="Print a scenario file that would simulate the trace."
+)
+def read(traces: tuple[Path, ...], as_json: bool, suggest: bool) -> None:
     """Say what TRACES hold: device, ranks, steps, streams, coverage of the classification, and what is odd.
 
     A trace is a torch.profiler file (.json, .json.gz), a .pftrace of tracesim, or a folder of ranks.
     """
+    if suggest:
+        with progress("reading"):
+            suggestion = suggest_scenario(read_trace(list(traces), keep_origins=True))
+        if as_json:
+            print_json({"scenario": suggestion.text, "unknown": list(suggestion.unknown)})
+        else:
+            click.echo(suggestion.text, nl=False)
+        return
     with progress("reading"):
         description = describe_trace(read_trace(list(traces)))
     if as_json:
@@ -36,25 +51,49 @@ def read(traces: tuple[Path, ...], as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("a", type=_TRACE)
-@click.argument("b", type=_TRACE)
+@click.argument("a", metavar="A")
+@click.argument("b", nargs=-1, required=True, metavar="B")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+@click.option("-o", "--output", metavar="FILE", help="Write both runs, matched, into one Perfetto trace.")
+@click.option("--markdown", "summary", metavar="FILE", help="Write a summary to paste into a pull request.")
 @click.option(
     "--fail-over",
     type=float,
     metavar="PCT",
     help="Exit with 1 if B's iteration time exceeds A's by more than this many percent.",
 )
-def diff(a: Path, b: Path, as_json: bool, fail_over: float | None) -> None:
-    """Compare two traces, simulated or real, each one file or a folder of ranks."""
+def diff(
+    a: str,
+    b: tuple[str, ...],
+    as_json: bool,
+    output: str | None,
+    summary: str | None,
+    fail_over: float | None,
+) -> None:
+    """Compare two traces, simulated or real, and say what makes the difference.
+
+    A is a file, a folder of ranks, or a scenario (a YAML file or a bundled name), which is simulated. B is a file, a
+    folder of ranks, or several files.
+    """
     if fail_over is not None and not math.isfinite(fail_over):
         raise click.BadParameter(f"{fail_over} is no percentage", param_hint="--fail-over")
-    with progress("reading"):
-        difference = diff_timelines(read_trace([a]), read_trace([b]))
+    with progress("comparing"):
+        first = None if is_scenario(a) else read_trace(a)
+        second = read_trace(b)
+        comparison = compare_timelines(first or simulate_beside(a, second), second)
+    difference = comparison.result
+    if output is not None:
+        write_perfetto(merged_timeline(comparison), output)
+    if summary is not None:
+        with atomic_write(summary) as file:
+            file.write(markdown(difference).encode())
     if as_json:
         print_json(difference)
     else:
         render_diff(difference, output_console())
+        for path in (output, summary):
+            if path is not None:
+                click.echo(f"wrote {path}")
     if fail_over is not None:
         _fail_over(difference, fail_over)
 

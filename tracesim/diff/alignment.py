@@ -1,26 +1,34 @@
 """Which operation of one run is which operation of the other.
 
 Device slices are laid out rank by rank and step by step: those of the busiest compute stream, those of its other
-streams, and communication by parallel dimension, each in order of start. :mod:`.sequences` aligns them. What is left
-then is looked at without regard to streams, then without regard to order (an operation that moved); an operation that
-launched one kernel here and several there (split or fused) keeps its pieces together; last, what is left of a rank is
-looked for in its other steps (it was launched in one step and ran in the next).
+streams, and communication by parallel dimension, each by phase where both sides know it, in order of start.
+:mod:`.sequences` aligns them. What is left then is looked at without regard to streams, then without regard to order
+(an operation that moved); an operation that launched one kernel here and several there (split or fused) keeps its
+pieces together; last, what is left of a rank is looked for in its other steps (it was launched in one step and ran in
+the next).
 
-Slices outside of steps are aligned too where both sides have as many steps, so that nothing of a trace is lost.
+Slices outside of steps are aligned too, so that nothing of a trace is lost, unless a step stands beside several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from op_graphs.columns import Bool, Int8, Int64
 from op_graphs.timeline import Timeline
-from op_graphs.vocabulary import OpKind
+from op_graphs.vocabulary import OpKind, Phase
 from tracesim.analysis import slice_dimensions
-from tracesim.diff.operations import Operations, Similarity, keys, known_features, operations_of
+from tracesim.diff.operations import (
+    Operations,
+    Similarity,
+    keys,
+    known_features,
+    operations_of,
+    structure_keys,
+)
 from tracesim.diff.pairing import RankPair, StepPair
 from tracesim.diff.sequences import Gaps, Score, align
 
@@ -29,6 +37,20 @@ PRIMARY, MOVED, PIECE = 0, 1, 2
 
 _MAIN, _OTHER, _COMMUNICATION = 0, 1, 2
 _GROUPS = 32
+_PARTS = 8
+_WEIGHTS = 4
+_PART_OF_PHASE = {
+    Phase.UNKNOWN: 0,
+    Phase.FORWARD: 1,
+    Phase.BACKWARD_INPUT: 2,
+    Phase.BACKWARD_WEIGHT: _WEIGHTS,
+    Phase.RECOMPUTE: 2,
+    Phase.OPTIMIZER: 3,
+    Phase.GRADIENT_SYNC: 2,
+    Phase.PARAM_SYNC: 3,
+}
+"""Phases that are aligned by themselves: schedules and streams interleave them differently."""
+_LEAST_KNOWN_PHASES = 0.9
 _CLOCK_ANCHORS = 64
 
 
@@ -108,7 +130,9 @@ def align_timelines(a: Timeline, b: Timeline, ranks: Sequence[RankPair]) -> Alig
     layouts = _layouts(a, b, ranks)
     rows = (layouts[0].row, layouts[1].row)
     known = known_features(first, second, *rows)
-    matcher = _Matcher(first, second, layouts, strings, known)
+    matcher = _Matcher((a, b), (first, second), layouts, strings, known)
+    matcher.anchors()
+    matcher.alone_of_their_kind()
     matcher.in_order()
     matcher.across_streams()
     matcher.out_of_order(layouts[0].segment, layouts[1].segment)
@@ -148,10 +172,11 @@ class _Layout:
     row: Int64
     segment: Int64
     group: Int64
+    part: Int64
 
     @property
     def code(self) -> Int64:
-        return self.segment * _GROUPS + self.group
+        return (self.segment * _GROUPS + self.group) * _PARTS + self.part
 
 
 def _layouts(a: Timeline, b: Timeline, ranks: Sequence[RankPair]) -> tuple[_Layout, _Layout]:
@@ -185,9 +210,30 @@ def _layouts(a: Timeline, b: Timeline, ranks: Sequence[RankPair]) -> tuple[_Layo
                 segments.append(outside + np.searchsorted(begins, start[free], side="right"))
             outside += len(rank.steps) + 1
         row, segment, group = np.concatenate(rows), np.concatenate(segments), np.concatenate(groups)
-        order = np.lexsort((row, timeline.slices.start[row], group, segment))
-        found.append(_Layout(row[order], segment[order], group[order]))
-    return found[0], found[1]
+        part = _phase_parts()[timeline.slices.phase[row]]
+        found.append((timeline, row, segment, group, part))
+    known = all(
+        _share(t.slices.duration[row], part > 0) >= _LEAST_KNOWN_PHASES for t, row, _, _, part in found
+    )
+    apart = all((part == _WEIGHTS).any() for *_, part in found)
+    layouts = []
+    for timeline, row, segment, group, part in found:
+        if not apart:
+            # Most traces say of a backward kernel no more than that it is one.
+            part = np.where(part == _WEIGHTS, _PART_OF_PHASE[Phase.BACKWARD_INPUT], part)
+        part = part if known else np.zeros_like(part)
+        order = np.lexsort((row, timeline.slices.start[row], part, group, segment))
+        layouts.append(_Layout(row[order], segment[order], group[order], part[order]))
+    return layouts[0], layouts[1]
+
+
+def _phase_parts() -> Int64:
+    return np.array([_PART_OF_PHASE[phase] for phase in Phase], dtype=np.int64)
+
+
+def _share(duration: Int64, chosen: Bool) -> float:
+    total = int(duration.sum())
+    return int(duration[chosen].sum()) / total if total else 0.0
 
 
 class _RankLayout:
@@ -207,9 +253,7 @@ class _RankLayout:
             slices.track[mine], np.where(communicates, 0, slices.duration[mine]), len(self.timeline.tracks)
         )
         main = slices.track[mine] == (int(busy.argmax()) if len(mine) else -1)
-        group = np.where(
-            communicates, _COMMUNICATION + self.dimensions[mine], np.where(main, _MAIN, _OTHER)
-        )
+        group = np.where(communicates, _COMMUNICATION + self.dimensions[mine], np.where(main, _MAIN, _OTHER))
         return mine, group, slices.start[mine]
 
 
@@ -218,15 +262,16 @@ class _Matcher:
 
     def __init__(
         self,
-        a: Operations,
-        b: Operations,
+        timelines: tuple[Timeline, Timeline],
+        sides: tuple[Operations, Operations],
         layouts: tuple[_Layout, _Layout],
         strings: Sequence[str],
         known: frozenset[str],
     ) -> None:
-        self.sides, self.layouts, self.known = (a, b), layouts, known
+        self.timelines, self.sides, self.layouts, self.known = timelines, sides, layouts, known
         self.strings = strings
-        self.keys = keys(a, b, layouts[0].row, layouts[1].row, known)
+        self.keys = keys(*sides, layouts[0].row, layouts[1].row, known)
+        self.structure = structure_keys(*sides, layouts[0].row, layouts[1].row, known)
         self.partner = np.full(len(layouts[0].row), -1, dtype=np.int64)
         self.taken = np.zeros(len(layouts[1].row), dtype=np.bool_)
         self.how = np.zeros(len(self.partner), dtype=np.int8)
@@ -237,36 +282,79 @@ class _Matcher:
         self.partner[a], self.how[a] = b, how
         self.taken[b] = True
 
-    def in_order(self) -> None:
-        """Each segment and stream group by itself."""
+    def anchors(self) -> None:
+        """What is rare in each segment and stream group by itself."""
         gaps = _shared(self.layouts[0].code, self.layouts[1].code)
-        self._add(*align(len(self.partner), gaps, self.keys, self._score), PRIMARY)
+        self._add(*align(len(self.partner), gaps, self.keys[:2]), PRIMARY)
+
+    def alone_of_their_kind(self) -> None:
+        """What is left of a segment with an exact key that no other has, before it is taken for another."""
+        key_a, key_b = self.keys[0]
+        a, b = np.flatnonzero(self.partner < 0), np.flatnonzero(~self.taken)
+        keys_of = 1 + max(int(key_a.max(initial=0)), int(key_b.max(initial=0)))
+        codes = [
+            layout.segment[at] * keys_of + key[at]
+            for layout, at, key in zip(self.layouts, (a, b), (key_a, key_b), strict=True)
+        ]
+        once = [np.unique(code, return_index=True, return_counts=True) for code in codes]
+        first, second = ((code[counts == 1], index[counts == 1]) for code, index, counts in once)
+        _, x, y = np.intersect1d(first[0], second[0], assume_unique=True, return_indices=True)
+        self._add(a[first[1][x]], b[second[1][y]], MOVED)
+
+    def in_order(self) -> None:
+        """What is left between anchors, by similarity."""
+        anchor_a = (self.partner >= 0) & (self.how == PRIMARY)
+        anchor_b = np.zeros(len(self.taken), dtype=np.bool_)
+        anchor_b[self.partner[anchor_a]] = True
+        left, codes = [], []
+        for layout, anchor, free in zip(
+            self.layouts, (anchor_a, anchor_b), (self.partner < 0, ~self.taken), strict=True
+        ):
+            at = np.flatnonzero(free)
+            # Anchors come in the same order on both sides, so their number tells the gaps between them.
+            codes.append(layout.code[at] * (len(self.partner) + 1) + np.cumsum(anchor)[at])
+            left.append(at)
+        a, b = left
+        coarse = [(key_a[a], key_b[b]) for key_a, key_b in self.keys[2:]]
+        structure = [(key_a[a], key_b[b]) for key_a, key_b in self.structure]
+        x, y = align(len(a), _shared(*codes), coarse, self._prepared(a, b), structure)
+        self._add(a[x], b[y], PRIMARY)
+
+    def _prepared(self, a: Int64, b: Int64) -> Callable[[Int64, Int64], Score]:
+        """Similarity of some entries, by their place among them."""
+
+        def prepare(left_a: Int64, left_b: Int64) -> Score:
+            score = self._score(a[left_a], b[left_b])
+            return lambda i, j: score(a[i], b[j])
+
+        return prepare
 
     def _score(self, a: Int64, b: Int64) -> Score:
         """Similarity of entries, of those at the given positions."""
         rows = (self.layouts[0].row[a], self.layouts[1].row[b])
         similarity = Similarity(*self.sides, rows, self.strings, self.known)
-        place_a, place_b = np.zeros(len(self.partner), dtype=np.int64), np.zeros(len(self.taken), dtype=np.int64)
+        place_a, place_b = (
+            np.zeros(len(self.partner), dtype=np.int64),
+            np.zeros(len(self.taken), dtype=np.int64),
+        )
         place_a[a], place_b[b] = np.arange(len(a)), np.arange(len(b))
         return lambda i, j: similarity.score(place_a[i], place_b[j])
 
     def across_streams(self) -> None:
         """What is left of a segment but communication, over all streams in order of start."""
         left = []
-        for layout, free in zip(self.layouts, (self.partner < 0, ~self.taken), strict=True):
+        for timeline, layout, free in zip(
+            self.timelines, self.layouts, (self.partner < 0, ~self.taken), strict=True
+        ):
             at = np.flatnonzero(free & (layout.group < _COMMUNICATION))
-            left.append(at[np.argsort(layout.segment[at], kind="stable")])
+            start = timeline.slices.start[layout.row[at]]
+            left.append(at[np.lexsort((at, start, layout.segment[at]))])
         a, b = left
         if not len(a) or not len(b):
             return
         gaps = _shared(self.layouts[0].segment[a], self.layouts[1].segment[b])
         taken = [(key_a[a], key_b[b]) for key_a, key_b in self.keys]
-
-        def prepare(left_a: Int64, left_b: Int64) -> Score:
-            score = self._score(a[left_a], b[left_b])
-            return lambda i, j: score(a[i], b[j])
-
-        x, y = align(len(a), gaps, taken, prepare)
+        x, y = align(len(a), gaps, taken, self._prepared(a, b))
         self._add(a[x], b[y], PRIMARY)
 
     def out_of_order(self, of_a: Int64, of_b: Int64) -> None:
@@ -303,23 +391,32 @@ class _Matcher:
             self.more.append((alone, other) if side == 0 else (other, alone))
 
     def _neighbours(self, side: int, partner: Int64, same: Bool) -> tuple[Int64, Int64]:
-        """Positions that stand alone beside a match that is not equal in all, and the partner of that match."""
+        """Positions that stand alone beside a match that is not equal in all, and the partner of that match.
+
+        Beside is the slice before or after on the same streams, or on any stream but those of communication.
+        """
         operations, layout = self.sides[side], self.layouts[side]
+        row, computes = layout.row, layout.group < _COMMUNICATION
+        joined_by: tuple[str, ...] = ("module", "layer", "phase", "microbatch", "chunk")
+        if (operations.instance[row] >= 0).any():
+            joined_by = ("instance",)
+        first = getattr(operations, joined_by[0])[row]
+        start = self.timelines[side].slices.start[row]
+        by_time = np.lexsort((np.arange(len(row)), start, computes, layout.segment))
         found: Int64 = np.where(same, -1, partner)
         for _ in range(3):
-            for step in (1, -1):
-                at = np.flatnonzero(found < 0)
-                at = at[(at - step >= 0) & (at - step < len(found)) & (partner[at] < 0)]
-                near = at - step
-                x, y = layout.row[at], layout.row[near]
-                joined = (operations.instance[x] >= 0) & (operations.instance[x] == operations.instance[y])
-                if "operator" not in self.known:
-                    joined = operations.module[x] >= 0
-                    for name in ("module", "layer", "phase", "microbatch", "chunk"):
-                        column = getattr(operations, name)
-                        joined &= column[x] == column[y]
-                joined &= (found[near] >= 0) & (layout.code[at] == layout.code[near])
-                found[at[joined]] = found[near[joined]]
+            for order, within in (
+                (np.arange(len(row)), layout.code),
+                (by_time, np.where(computes, layout.segment, -1 - np.arange(len(row)))),
+            ):
+                for near, at in ((order[:-1], order[1:]), (order[1:], order[:-1])):
+                    open_pairs = (found[at] < 0) & (partner[at] < 0) & (found[near] >= 0) & (first[at] >= 0)
+                    at, near = at[open_pairs], near[open_pairs]
+                    joined = within[at] == within[near]
+                    for name in joined_by:
+                        column = getattr(operations, name)[row]
+                        joined &= column[at] == column[near]
+                    found[at[joined]] = found[near[joined]]
         alone = np.flatnonzero((found >= 0) & (partner < 0))
         return alone, found[alone]
 

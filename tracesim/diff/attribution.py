@@ -85,7 +85,10 @@ class Attribution:
 
 def attribute(alignment: Alignment, claimers: tuple[Claimer, Claimer]) -> Attribution:
     """Attribute the difference of every step pair of an alignment."""
-    lookups = [_Lookup(entries, len(claimers[side].timeline.slices)) for side, entries in enumerate(alignment.entries)]
+    lookups = [
+        _Lookup(entries, len(claimers[side].timeline.slices))
+        for side, entries in enumerate(alignment.entries)
+    ]
     steps, both = [], []
     segment = 0
     for number, rank in enumerate(alignment.ranks):
@@ -96,7 +99,9 @@ def attribute(alignment: Alignment, claimers: tuple[Claimer, Claimer]) -> Attrib
             for side, sign in ((0, -1), (1, 1)):
                 _add(parts, claims[side], lookups[side].matched(segment, claims[side]), side, sign)
             assert sum(parts.values()) == step.difference
-            steps.append(StepAttribution(number, step.a.step, step.b.step, step.a.length, step.b.length, parts))
+            steps.append(
+                StepAttribution(number, step.a.step, step.b.step, step.a.length, step.b.length, parts)
+            )
             both.append(claims)
             segment += 1
     return Attribution(tuple(steps), (lookups[0].claimed, lookups[1].claimed), tuple(both))
@@ -140,7 +145,9 @@ def mean_parts(steps: Sequence[StepAttribution]) -> dict[str, Any]:
         by_rank.setdefault(step.rank, []).append(step)
 
     def mean(values: Mapping[int, int]) -> Fraction:
-        return sum((Fraction(v, len(by_rank[r])) for r, v in values.items()), Fraction(0)) / max(len(by_rank), 1)
+        return sum((Fraction(v, len(by_rank[r])) for r, v in values.items()), Fraction(0)) / max(
+            len(by_rank), 1
+        )
 
     exact = {key: mean({r: sum(s.parts[key] for s in mine) for r, mine in by_rank.items()}) for key in PARTS}
     difference = round(sum(exact.values(), Fraction(0)))

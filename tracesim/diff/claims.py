@@ -28,8 +28,10 @@ KERNELS, OPTIMIZER, COPIES, COMMUNICATION, PEERS, BUBBLE, LAUNCH, STREAMS, UNEXP
 
 @dataclass(frozen=True)
 class Claims:
-    """The instants of one step. Nanoseconds; the columns, of one length, are what slices have, more than one row each
-    where the time of a slice has two causes."""
+    """The instants of one step, in nanoseconds.
+
+    The columns, of one length, are what slices have: more than one row each where the time of a slice has two causes.
+    """
 
     row: Int64
     cause: Int64
@@ -109,13 +111,19 @@ class Claimer:
                 found.append((rows[chosen], np.full(len(time), cause), time))
                 return
             mine = rows[chosen]
-            waited = np.clip(slices.start[mine] + self.wait_inside[mine], begin, np.maximum(end[chosen], begin))
+            waited = np.clip(
+                slices.start[mine] + self.wait_inside[mine], begin, np.maximum(end[chosen], begin)
+            )
             wait = measure.between(begin, waited)
             pipeline = self.dimensions[mine] == Dimension.PP
             found.append((mine, np.where(pipeline, BUBBLE, PEERS), wait))
             found.append((mine, np.full(len(time), COMMUNICATION), time - wait))
 
-        for allowed, cause in ((parts.compute, KERNELS), (parts.optimizer, OPTIMIZER), (parts.memory, COPIES)):
+        for allowed, cause in (
+            (parts.compute, KERNELS),
+            (parts.optimizer, OPTIMIZER),
+            (parts.memory, COPIES),
+        ):
             claim(main, allowed, cause)
             others = subtract(allowed, union(start[main], end[main]))
             claim(~main & ~communicates, others, cause)
@@ -156,7 +164,7 @@ class Claimer:
 
         def between_stages(rows: Int64) -> Bool:
             moves = np.isin(kind[rows], (OpKind.COLLECTIVE, OpKind.P2P))
-            return moves & (self.dimensions[rows] == Dimension.PP)
+            return np.asarray(moves & (self.dimensions[rows] == Dimension.PP))
 
         waited = between_stages(row) | ((source >= 0) & between_stages(source))
         by_another = (pieces.cause == PEER) | (pieces.cause == OTHER_STREAM)
@@ -175,7 +183,8 @@ def _fresh(start: Int64, end: Int64) -> Int64:
     if not len(start):
         return start
     reach = np.maximum.accumulate(end)
-    return np.minimum(np.maximum(start, np.concatenate((start[:1], reach[:-1]))), np.maximum(end, start))
+    begin = np.maximum(start, np.concatenate((start[:1], reach[:-1])))
+    return np.asarray(np.minimum(begin, end), dtype=np.int64)
 
 
 class _Measure:
@@ -188,7 +197,7 @@ class _Measure:
 
     def between(self, start: Int64, end: Int64) -> Int64:
         """Nanoseconds of the set in each ``[start, end)``."""
-        return self._until(end) - self._until(start)
+        return np.asarray(self._until(end) - self._until(start), dtype=np.int64)
 
     def _until(self, time: Int64) -> Int64:
         at = np.searchsorted(self.edges, time, side="right") - 1

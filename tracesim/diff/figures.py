@@ -34,7 +34,9 @@ def step_figures(found: Iterable[Breakdown]) -> Figures:
         "exposed_communication_ms": average(step.exposed for step in steps),
     }
     for key in DIMENSIONS:
-        figures[f"exposed_communication_{key}_ms"] = average(step.exposed_communication[key] for step in steps)
+        figures[f"exposed_communication_{key}_ms"] = average(
+            step.exposed_communication[key] for step in steps
+        )
     figures["memory_ms"] = average(step.memory for step in steps)
     figures["idle_ms"] = average(step.idle for step in steps)
     exposed = sum(step.exposed for step in steps)

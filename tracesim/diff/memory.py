@@ -36,7 +36,7 @@ def compare_peaks(a: Timeline, b: Timeline, ranks: list[RankPair]) -> list[dict[
         if common is None:
             continue
         x, y = sides[0][common], sides[1][common]
-        names = [name for name in (*x.parts, *(n for n in y.parts if n not in x.parts))]
+        names = dict.fromkeys((*x.parts, *y.parts))
         found.append(
             {
                 "rank": int(a.ranks.rank[rank.a]),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from op_graphs.columns import Bool, Float64, Int64, StringTable
+from op_graphs.columns import Bool, Float64, Int32, Int64, StringTable
 from op_graphs.timeline import Timeline
 from op_graphs.vocabulary import FlowKind, OpKind, Phase, TrackRole
 from tracesim.analysis import slice_dimensions
@@ -23,10 +23,16 @@ Float32 = npt.NDArray[np.float32]
 
 _OPERATOR = re.compile(r"^[A-Za-z_]\w*(::\w+)+|^[A-Za-z_]\w*Backward\d*$|^Optimizer|^nccl:|^triton_|Compiled")
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|#\d+")
+_LAUNCHES_OF_ANNOTATION = 16
+_COUNTER = re.compile(r"\d+")
 _TOKEN = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _PLAIN = frozenset(
-    "void at native kernel cuda hip anonymous namespace operator const float int long bool std array std unsigned".split()
-)
+    (
+        "void", "at", "native", "kernel", "cuda", "hip", "anonymous", "namespace", "operator", "const", "float", "int",
+        "long", "bool", "std", "array", "unsigned",
+    )
+)  # fmt: skip
+"""Words that nearly every kernel's name has."""
 
 
 @dataclass(frozen=True)
@@ -102,20 +108,42 @@ class _Columns:
         source, target = flows.source[launches], flows.target[launches]
         if not len(source):
             return operator, instance
-        host = np.flatnonzero(timeline.slice_roles() == TrackRole.HOST)
-        nesting = Nesting.build(slices.track[host], slices.start[host], (slices.start + slices.duration)[host])
+        # Annotations of a thread have a track of their own, with the number of the thread.
+        places = np.stack([timeline.tracks.rank.astype(np.int64), timeline.tracks.stream])
+        _, number = np.unique(places, axis=1, return_inverse=True)
+        thread: Int32 = number.ravel().astype(np.int32)
+        role = timeline.tracks.role
+        on_thread = (role == TrackRole.HOST) | (
+            (role == TrackRole.ANNOTATION) & np.isin(thread, thread[role == TrackRole.HOST])
+        )
+        host = np.flatnonzero(on_thread[slices.track])
+        of_slice: Int32 = thread[slices.track[host]]
+        nesting = Nesting.build(of_slice, slices.start[host], (slices.start + slices.duration)[host])
+        ordered = host[nesting.order]
         is_operator = np.array([bool(_OPERATOR.search(name)) for name in timeline.strings], dtype=np.bool_)
-        marked = is_operator[slices.name[host]][nesting.order]
+        marked = is_operator[slices.name[ordered]]
+        noted = (role[slices.track[ordered]] == TrackRole.ANNOTATION) & ~marked
         nearest = nesting.nearest_marked(marked)
-        position = nesting.innermost(slices.track[source], slices.start[source])
+        position = nesting.innermost(thread[slices.track[source]], slices.start[source])
         inner = np.where(position >= 0, nearest[position], -1)
         above = np.where(inner >= 0, nesting.parent[inner], -1)
         outer = np.where(above >= 0, nearest[above], -1)
-        rows = np.append(host[nesting.order], -1)
+        inner = np.where(
+            inner >= 0, inner, self._annotation(nesting, noted, np.where(inner >= 0, -1, position))
+        )
+        rows = np.append(ordered, -1)
         names = np.append(slices.name, -1)
         instance[target] = rows[inner]
         operator[target] = self._paths(names[rows[inner]], names[rows[outer]])
         return operator, instance
+
+    @staticmethod
+    def _annotation(nesting: Nesting, noted: Bool, position: Int64) -> Int64:
+        """The annotation around launches without an operator, where it holds so few that it may be one operation."""
+        nearest = nesting.nearest_marked(noted)
+        found = np.where(position >= 0, nearest[position], -1)
+        launches = np.bincount(found[found >= 0], minlength=len(noted) + 1)
+        return np.where(launches[found] <= _LAUNCHES_OF_ANNOTATION, found, -1)
 
     def _paths(self, inner: npt.NDArray[np.int32], outer: npt.NDArray[np.int32]) -> Int64:
         """Operator and the one around it as one string of the common numbers."""
@@ -124,9 +152,11 @@ class _Columns:
         numbers = np.full(len(distinct), -1, dtype=np.int64)
         for place, at in enumerate(first.tolist()):
             if inner[at] >= 0:
-                path = f"{self.timeline.string(int(inner[at]))} < {self.timeline.string(int(outer[at]))}"
+                name = self.timeline.string(int(inner[at]))
+                name = name if _OPERATOR.search(name) else _COUNTER.sub("#", name)
+                path = f"{name} < {self.timeline.string(int(outer[at]))}"
                 numbers[place] = self.strings.intern(_NUMBERS.sub("", path))
-        return numbers[number.ravel()]
+        return np.asarray(numbers[number.ravel()], dtype=np.int64)
 
 
 _FEATURES = ("phase", "layer", "module", "chunk", "microbatch", "operator", "dimension")
@@ -164,6 +194,15 @@ def keys(
     return found
 
 
+def structure_keys(
+    a: Operations, b: Operations, rows_a: Int64, rows_b: Int64, known: frozenset[str]
+) -> list[tuple[Int64, Int64]]:
+    """What is left to go by where names say nothing and no operators are known: long runs of the same kinds."""
+    if "operator" in known:
+        return []
+    return [_key(a, b, rows_a, rows_b, ("kind", "communication", *sorted(known & {"phase"})))]
+
+
 def _key(
     a: Operations, b: Operations, rows_a: Int64, rows_b: Int64, columns: Sequence[str]
 ) -> tuple[Int64, Int64]:
@@ -178,7 +217,9 @@ def _key(
 
 def tokens(name: str) -> frozenset[str]:
     """The words of a name that say something, in lower case."""
-    return frozenset(t for t in (word.lower() for word in _TOKEN.findall(name)) if len(t) > 1 and t not in _PLAIN)
+    return frozenset(
+        t for t in (word.lower() for word in _TOKEN.findall(name)) if len(t) > 1 and t not in _PLAIN
+    )
 
 
 def name_similarity(a: Sequence[str], b: Sequence[str]) -> Float32:
@@ -213,14 +254,26 @@ _LIGHT = (
     OpKind.LOSS, OpKind.EMBEDDING, OpKind.ROUTER, OpKind.OPTIMIZER,
 )  # fmt: skip
 _MOVES = (OpKind.MEMCPY, OpKind.MEMSET)
-_DISTINCT = (OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONVOLUTION, OpKind.ATTENTION, OpKind.COLLECTIVE, OpKind.P2P)
+_DISTINCT = (
+    OpKind.GEMM,
+    OpKind.GROUPED_GEMM,
+    OpKind.CONVOLUTION,
+    OpKind.ATTENTION,
+    OpKind.COLLECTIVE,
+    OpKind.P2P,
+)
 """Kinds that alone make two operations alike; of the others many different ones lie beside each other."""
 
 
 def kind_similarity() -> Float32:
     """How alike kinds are, in [0, 1]; shape [kinds, kinds]."""
     similar = np.eye(len(OpKind), dtype=np.float32)
-    for family, value in ((_MATRIX, 0.5), (_LIGHT, 0.4), (_MOVES, 0.3), ((OpKind.COLLECTIVE, OpKind.P2P), 0.5)):
+    for family, value in (
+        (_MATRIX, 0.5),
+        (_LIGHT, 0.4),
+        (_MOVES, 0.3),
+        ((OpKind.COLLECTIVE, OpKind.P2P), 0.5),
+    ):
         for x in family:
             for y in family:
                 similar[x, y] = max(similar[x, y], value)
@@ -291,7 +344,9 @@ class Similarity:
             ("kind", "name", "flops", "communication_bytes", *sorted(known - {*_PLACES})),
             ("kind", "name", *sorted(known - {*_PLACES, "module"})),
         ):
-            (self.type_a, of_a), (self.type_b, of_b) = (_distinct(side, mine, columns) for side, mine in sides)
+            (self.type_a, of_a), (self.type_b, of_b) = (
+                _distinct(side, mine, columns) for side, mine in sides
+            )
             if len(of_a) * len(of_b) <= _LARGEST_TABLE:
                 break
         self.table = self._table(a, b, of_a, of_b, strings, known)
@@ -323,12 +378,14 @@ class Similarity:
     def score(self, a: Int64, b: Int64) -> Float32:
         """Similarity of elements by their position in ``rows``, 0 where they cannot be the same; broadcasts."""
         found: Float32 = self.table[self.type_a[a], self.type_b[b]]
-        found = found + self.weights["duration"] * np.exp(-np.abs(self.logarithms[0][a] - self.logarithms[1][b]))
+        found = found + self.weights["duration"] * np.exp(
+            -np.abs(self.logarithms[0][a] - self.logarithms[1][b])
+        )
         for weight, places_a, places_b in self.places:
             first, second = places_a[a], places_b[b]
             told = (first >= 0) & (second >= 0)
             found = found + weight * np.where(told, first == second, np.float32(0.5))
-        return np.where(found >= 0, found + np.float32(LEAST), np.float32(0))
+        return np.asarray(np.where(found >= 0, found + np.float32(LEAST), 0), dtype=np.float32)
 
 
 def _distinct(side: Operations, rows: Int64, columns: Sequence[str]) -> tuple[Int64, Int64]:
@@ -355,4 +412,4 @@ def _by_words(a: Int64, b: Int64, strings: Sequence[str]) -> Float32:
     table = name_similarity(words[0], words[1])
     table[distinct_a < 0, :] = 0.5
     table[:, distinct_b < 0] = 0.5
-    return table[np.ix_(at_a.ravel(), at_b.ravel())]
+    return np.asarray(table[np.ix_(at_a.ravel(), at_b.ravel())], dtype=np.float32)

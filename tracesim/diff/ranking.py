@@ -22,7 +22,9 @@ _NOT_AN_OPERATION = re.compile(r"^ProfilerStep|\.py\(\d+\)|^<built-in|^PyTorch P
 _SERIAL = re.compile(r"#\d+|0x[0-9a-fA-F]+")
 
 
-def ranked_operations(alignment: Alignment, attribution: Attribution, largest: int = MOST_ROWS) -> list[dict[str, Any]]:
+def ranked_operations(
+    alignment: Alignment, attribution: Attribution, largest: int = MOST_ROWS
+) -> list[dict[str, Any]]:
     """Operations by the size of their contribution, a mean over steps and ranks.
 
     Returns:
@@ -38,8 +40,10 @@ def ranked_operations(alignment: Alignment, attribution: Attribution, largest: i
     for side in (0, 1):
         duration = (alignment.a, alignment.b)[side].slices.duration[alignment.entries[side].row]
         inside = weights[side]
-        for values in (attribution.claimed[side] * inside, inside, duration * inside):
-            columns.append(np.bincount(labels[side], values, count))
+        columns += [
+            np.bincount(labels[side], values, count).astype(np.float64)
+            for values in (attribution.claimed[side] * inside, inside, duration * inside)
+        ]
     own_a, count_a, sum_a, own_b, count_b, sum_b = columns
     order = np.lexsort((np.arange(count), -np.abs(own_b - own_a)))
     order = order[(own_a + own_b + count_a + count_b)[order] > 0][:largest]
@@ -151,10 +155,11 @@ def unmatched_operations(alignment: Alignment, side: int, largest: int = MOST_RO
 
 
 def host_in_gaps(alignment: Alignment, attribution: Attribution, largest: int = 10) -> list[dict[str, Any]]:
-    """What the launching host thread was in while the device waited for it: ``name``, ``a_ns``, ``b_ns``, ``difference_ns``.
+    """What the launching host thread was in while the device waited for it.
 
-    Outermost operators and annotations other than the step's own; means over steps and ranks. Gaps in which the host was
-    in none of them are not listed.
+    Returns:
+        One dict a name: ``name``, ``a_ns``, ``b_ns`` and ``difference_ns``, means over steps and ranks. Names are those
+        of outermost operators and annotations other than the step's own; gaps outside of all of them are not listed.
     """
     totals: dict[str, list[float]] = {}
     for side, timeline in enumerate((alignment.a, alignment.b)):
@@ -170,7 +175,8 @@ def host_in_gaps(alignment: Alignment, attribution: Attribution, largest: int = 
             segment += len(rank.steps)
     ordered = sorted(totals.items(), key=lambda item: (-abs(item[1][1] - item[1][0]), item[0]))[:largest]
     return [
-        {"name": name, "a_ns": round(a), "b_ns": round(b), "difference_ns": round(b - a)} for name, (a, b) in ordered
+        {"name": name, "a_ns": round(a), "b_ns": round(b), "difference_ns": round(b - a)}
+        for name, (a, b) in ordered
     ]
 
 

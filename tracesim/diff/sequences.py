@@ -5,7 +5,7 @@ group of streams), then every matched pair cuts its gap in two. In all gaps at o
 
 1. elements equal from the beginning and from the end of a gap are matched;
 2. runs of 32, 8, 2 and 1 keys that occur once on each side of a gap anchor it (the longest rising subsequence of them,
-   as in patience diff), first by the exact key of an element, then by coarser ones;
+   as in patience diff), first by the exact key of an element, then by coarser ones; by structure, runs of 32 only;
 3. the rest goes through Needleman-Wunsch without gap costs over the similarity of elements, in a band around the
    diagonal, many gaps at once.
 
@@ -31,6 +31,8 @@ Score = Callable[[Int64, Int64], Float32]
 
 RUNS = (32, 8, 2, 1)
 """Lengths of the runs of keys that anchor."""
+LONG_RUN = 32
+"""Length of the runs that anchor by structure alone."""
 BAND = 96
 """Positions on each side of the diagonal that large gaps are searched in, beyond their difference in length."""
 
@@ -59,7 +61,11 @@ class Gaps:
 
 
 def align(
-    length: int, gaps: Gaps, keys: Sequence[tuple[Int64, Int64]], prepare: Callable[[Int64, Int64], Score]
+    length: int,
+    gaps: Gaps,
+    keys: Sequence[tuple[Int64, Int64]],
+    prepare: Callable[[Int64, Int64], Score] | None = None,
+    structure: Sequence[tuple[Int64, Int64]] = (),
 ) -> tuple[Int64, Int64]:
     """Match elements of two sequences; inside a gap, matches cross nowhere.
 
@@ -67,7 +73,8 @@ def align(
         length: elements of the first sequence.
         gaps: what may match what, rising and disjoint on both sides.
         keys: keys of all elements of both sides, from exact to coarse. Elements of equal key are taken to be the same.
-        prepare: gives the similarity, told the positions that are left after the anchors.
+        prepare: gives the similarity, told the positions that are left after the anchors; without it they are all.
+        structure: keys of which only long runs mean the same: elements of equal key may differ.
 
     Returns:
         Positions in both sequences of the matched pairs, rising in the first.
@@ -78,8 +85,10 @@ def align(
         for run in RUNS:
             if matches.anchor(key_a, key_b, run):
                 matches.equal_ends(key_a, key_b)
+    for key_a, key_b in structure:
+        matches.anchor(key_a, key_b, LONG_RUN)
     left = matches.gaps
-    if len(left.a):
+    if prepare is not None and len(left.a):
         score = prepare(_positions(left.a, left.a_end), _positions(left.b, left.b_end))
         for part in _parts(left):
             matches.add(*_align_part(part, score))
@@ -117,7 +126,9 @@ class _Matches:
         hash_a, at_a, gap_a = _runs(key_a, gaps.a, gaps.a_end, run)
         hash_b, at_b, gap_b = _runs(key_b, gaps.b, gaps.b_end, run)
         once_a, once_b = _once(hash_a), _once(hash_b)
-        _, in_a, in_b = np.intersect1d(hash_a[once_a], hash_b[once_b], assume_unique=True, return_indices=True)
+        _, in_a, in_b = np.intersect1d(
+            hash_a[once_a], hash_b[once_b], assume_unique=True, return_indices=True
+        )
         order = np.argsort(at_a[once_a][in_a], kind="stable")
         a, b = at_a[once_a][in_a][order], at_b[once_b][in_b][order]
         gap = gap_a[once_a][in_a][order]
@@ -277,7 +288,9 @@ def _align_part(part: _Part, score: Score) -> tuple[Int64, Int64]:
         similar = score(np.minimum(gaps.a + row, gaps.a_end - 1)[:, None], np.minimum(at_b, last_b))
         centre = ((row + 0.5) / n - low[row] / m).astype(np.float32)
         fits = (similar > 0) & (at_b <= last_b) & (row < n)[:, None]
-        similar = np.where(fits, np.maximum(similar - _FAR_PENALTY * np.abs(centre[:, None] - place), 1e-3), -1)
+        similar = np.where(
+            fits, np.maximum(similar - _FAR_PENALTY * np.abs(centre[:, None] - place), 1e-3), -1
+        )
         above = best if row == 0 else _shifted(best, low[row] - low[row - 1])
         diagonal = above[:, :-1] + similar
         best = np.empty_like(above)
@@ -294,9 +307,7 @@ def _band(n: Int64, m: Int64, part: _Part) -> Int64:
     """First column of the band in each row and gap; shape [rows, gaps], rising along rows."""
     row = np.arange(part.rows, dtype=np.int64)[:, None]
     centre = row * m // np.maximum(n, 1)
-    return np.asarray(
-        np.clip(centre - part.width // 2, 0, np.maximum(m - part.width, 0)), dtype=np.int64
-    )
+    return np.asarray(np.clip(centre - part.width // 2, 0, np.maximum(m - part.width, 0)), dtype=np.int64)
 
 
 def _shifted(best: Float32, shift: Int64) -> Float32:

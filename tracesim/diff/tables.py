@@ -6,7 +6,27 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+
+_MOST_RANKS = 8
+_MOST_OPERATIONS = 20
+_MOST_HOST_ROWS = 6
+
+PART_LABELS = {
+    "kernels": "kernels that both have",
+    "optimizer": "optimizer",
+    "copies": "copies and fills",
+    "exposed_communication": "exposed communication",
+    "waiting_for_peers": "waiting for peers",
+    "bubble": "pipeline bubble",
+    "launch_gaps": "launch gaps",
+    "waiting_for_streams": "waiting for other streams",
+    "unexplained_idle": "idle, unexplained",
+    "unmatched_a": "only in a",
+    "unmatched_b": "only in b",
+}
+"""The parts of a difference in words."""
 
 _LABELS = {
     "iteration_time_ms": "iteration time",
@@ -21,17 +41,29 @@ _LABELS = {
 
 
 def render_diff(result: Mapping[str, Any], console: Console) -> None:
-    """Print what :func:`diff_timelines` returned as tables: averages, kinds, and the time of each common rank."""
+    """Print what :func:`~tracesim.diff.diff_timelines` returned as tables: averages, kinds, ranks, why they differ."""
     for key in ("a", "b"):
-        side = result[key]
-        origin = "simulated" if side["simulated"] else "measured"
-        console.print(
-            f"{key}: {side['name']} ({origin}, {side['device'] or 'device unknown'}, {len(side['ranks'])} rank(s), "
-            f"{side['steps'] or 'no'} step(s))",
-            highlight=False,
-            markup=False,
-        )
-    averages = result["averages"]
+        console.print(describe_side(key, result[key]), highlight=False, markup=False)
+    _averages(result["averages"], console)
+    if len(result["ranks"]) > 1:
+        ranks = _table("iteration time of each rank, ms")
+        for entry in result["ranks"]:
+            _row(ranks, f"rank {entry['rank']}", entry["metrics"]["iteration_time_ms"])
+        console.print(ranks)
+    if result["attribution"]["steps"]:
+        _attribution(result, console)
+
+
+def describe_side(key: str, side: Mapping[str, Any]) -> str:
+    """One line on a run: name, origin, device, ranks and steps."""
+    origin = "simulated" if side["simulated"] else "measured"
+    return (
+        f"{key}: {side['name']} ({origin}, {side['device'] or 'device unknown'}, {len(side['ranks'])} rank(s), "
+        f"{side['steps'] or 'no'} step(s))"
+    )
+
+
+def _averages(averages: Mapping[str, Any], console: Console) -> None:
     table = _table("ms a step, mean over steps and ranks")
     for key, values in averages["metrics"].items():
         if key.endswith("_ms") and (key in _LABELS or values["a"] or values["b"]):
@@ -44,11 +76,108 @@ def render_diff(result: Mapping[str, Any], console: Console) -> None:
     for name, values in ordered:
         _row(kinds, name, values["total_ms"], [f"{values['count'][side]:g}" for side in ("a", "b")])
     console.print(kinds)
-    if len(result["ranks"]) > 1:
-        ranks = _table("iteration time of each rank, ms")
-        for entry in result["ranks"]:
-            _row(ranks, f"rank {entry['rank']}", entry["metrics"]["iteration_time_ms"])
-        console.print(ranks)
+
+
+def _attribution(result: Mapping[str, Any], console: Console) -> None:
+    attribution = result["attribution"]
+    ranks = attribution["ranks"]
+    shown = ranks if 1 < len(ranks) <= _MOST_RANKS else []
+    table = Table(title="why a step of b differs from one of a, ms", title_justify="left")
+    table.add_column("")
+    table.add_column("mean", justify="right")
+    for rank in shown:
+        table.add_column(rank_label(rank), justify="right")
+    for key, label in PART_LABELS.items():
+        columns = [entry["parts_ns"][key] for entry in (attribution, *shown)]
+        if any(columns):
+            table.add_row(label, *(f"{value / 1e6:+.3f}" for value in columns))
+    table.add_section()
+    table.add_row("b - a", *(f"{entry['difference_ns'] / 1e6:+.3f}" for entry in (attribution, *shown)))
+    console.print(table)
+    matched = result["matched"]
+    console.print(
+        f"matched: {100 * result['matched_fraction']:.1f} % of device time ({100 * matched['fraction_a']:.1f} % of a, "
+        f"{100 * matched['fraction_b']:.1f} % of b), {matched['pairs']} pairs of slices",
+        highlight=False,
+        markup=False,
+    )
+    _operations(result["operations"], console)
+    _host(result["host_in_launch_gaps"], console)
+    _memory(result["memory"], console)
+
+
+def rank_label(entry: Mapping[str, Any]) -> str:
+    """``rank 3``, or ``rank 3 / 1`` where the ranks that are compared differ."""
+    both = entry["rank"] != entry["rank_b"]
+    return f"rank {entry['rank']}" + (f" / {entry['rank_b']}" if both else "")
+
+
+def _operations(operations: Iterable[Mapping[str, Any]], console: Console) -> None:
+    shown = [o for o in operations if o["difference_ns"]][:_MOST_OPERATIONS]
+    if not shown:
+        return
+    table = Table(title="operations that contribute most, own time of a step", title_justify="left")
+    table.add_column("operation", overflow="ellipsis", no_wrap=True, max_width=46)
+    table.add_column("kind", no_wrap=True)
+    for heading in ("count a", "count b", "a ms", "b ms", "b - a", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for o in shown:
+        table.add_row(
+            escape(operation_label(o)),
+            o["kind"],
+            f"{o['count_a']:.4g}",
+            f"{o['count_b']:.4g}",
+            f"{o['a_ns'] / 1e6:.3f}",
+            f"{o['b_ns'] / 1e6:.3f}",
+            f"{o['difference_ns'] / 1e6:+.3f}",
+            "" if o["ratio"] is None else f"{o['ratio']:.2f}",
+        )
+    console.print(table)
+
+
+def operation_label(operation: Mapping[str, Any]) -> str:
+    """The framework's operator where it is known, and the name of the slice."""
+    return ": ".join(part for part in (operation["operator"], operation["name"]) if part)
+
+
+def _host(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
+    shown = [row for row in rows if row["difference_ns"]][:_MOST_HOST_ROWS]
+    if not shown:
+        return
+    table = Table(title="what the host was in during launch gaps, ms a step", title_justify="left")
+    table.add_column("", overflow="ellipsis", no_wrap=True, max_width=72)
+    for heading in ("a", "b", "b - a"):
+        table.add_column(heading, justify="right")
+    for row in shown:
+        table.add_row(
+            escape(row["name"]),
+            f"{row['a_ns'] / 1e6:.3f}",
+            f"{row['b_ns'] / 1e6:.3f}",
+            f"{row['difference_ns'] / 1e6:+.3f}",
+        )
+    console.print(table)
+
+
+def _memory(peaks: Iterable[Mapping[str, Any]], console: Console) -> None:
+    rows = list(peaks)[:_MOST_RANKS]
+    if not rows:
+        return
+    names = list(
+        dict.fromkeys(name for row in rows for name in row["parts_bytes"] if row["parts_bytes"][name])
+    )
+    table = Table(title="peak memory, GiB", title_justify="left")
+    table.add_column("")
+    for heading in ("a", "b", "b - a", *names):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            rank_label(row),
+            f"{row['a_bytes'] / 2**30:.3f}",
+            f"{row['b_bytes'] / 2**30:.3f}",
+            f"{row['difference_bytes'] / 2**30:+.3f}",
+            *(f"{row['parts_bytes'].get(name, 0) / 2**30:+.3f}" for name in names),
+        )
+    console.print(table)
 
 
 def _table(title: str, more: tuple[str, ...] = ()) -> Table:

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from op_graphs.columns import Bool, Float64, Int8, Int64, Table
+from op_graphs.columns import Bool, Int8, Int64, Table
 from op_graphs.graph import Buffers, OpGraph, Segments
 from op_graphs.timeline import Timeline
 from tracesim.replay.measured import Delays
@@ -120,9 +120,9 @@ class Rebuilt:
     def lags(self, *, keep_unexplained: bool = True) -> Int64:
         """The lag of every dependency, with what is unexplained of its target."""
         edges = self.edges
-        admitted: Float64 = (self.admission_share - 1.0) * self.durations[edges.source]
-        lag = np.where(edges.kind == EdgeKind.ADMISSION, np.rint(admitted).astype(np.int64), edges.lag)
-        return lag + (self.unexplained[edges.target] if keep_unexplained else 0)
+        early = np.rint((self.admission_share - 1) * self.durations[edges.source]).astype(np.int64)
+        lag: Int64 = np.where(edges.kind == EdgeKind.ADMISSION, early, edges.lag)
+        return lag + self.unexplained[edges.target] if keep_unexplained else lag
 
     def take(self, kept: Bool, edges: Edges) -> Rebuilt:
         """Some rows only; ``edges`` are those between them, in the old numbers."""
@@ -145,6 +145,4 @@ class Rebuilt:
             rows=self.rows.take(np.flatnonzero(kept)),
             unexplained=self.unexplained[kept],
         )
-        return part.with_edges(
-            edges.with_columns(source=number[edges.source], target=number[edges.target])
-        )
+        return part.with_edges(edges.with_columns(source=number[edges.source], target=number[edges.target]))

@@ -84,9 +84,7 @@ def step_mark_tracks(measured: Measured) -> Int64:
         mine = host_tracks[tracks.rank[host_tracks] == steps.rank[row]]
         if not len(mine):
             continue
-        at = marks[
-            (slices.start[marks] == steps.start[row]) & (measured.rank[marks] == steps.rank[row])
-        ]
+        at = marks[(slices.start[marks] == steps.start[row]) & (measured.rank[marks] == steps.rank[row])]
         threads = mine[np.isin(tracks.stream[mine], tracks.stream[slices.track[at]])]
         found[row] = threads[0] if len(threads) else mine[np.argmax(launching[mine])]
     return found
@@ -247,7 +245,13 @@ def _find_handovers(measured: Measured, points: HostPoints) -> None:
         covered = _covered(busy.start, busy.end, began[mine], points.start[mine])
         mine = mine[covered <= _MOST_COVERED * pause]
         for other in threads[(rank_of_track[threads] == rank_of_track[track]) & (threads != track)].tolist():
-            _take_handovers(measured, points, (mine, began), (_innermost(measured, host[slices.track[host] == other]), other), best_end)
+            _take_handovers(
+                measured,
+                points,
+                (mine, began),
+                (_innermost(measured, host[slices.track[host] == other]), other),
+                best_end,
+            )
 
 
 def _take_handovers(
@@ -295,7 +299,9 @@ def _covered(busy_start: Int64, busy_end: Int64, low: Int64, high: Int64) -> Int
     def up_to(moment: Int64) -> Int64:
         at = np.searchsorted(busy_start, moment, side="right")
         last = np.maximum(at - 1, 0)
-        over = np.maximum(busy_end[last] - moment, 0) if len(busy_end) else np.zeros(len(moment), dtype=np.int64)
+        over = (
+            np.maximum(busy_end[last] - moment, 0) if len(busy_end) else np.zeros(len(moment), dtype=np.int64)
+        )
         return (total[at] - np.where(at > 0, over, 0)).astype(np.int64)
 
     covered: Int64 = up_to(high) - up_to(low)
@@ -306,5 +312,3 @@ def returns_after(measured: Measured, points: HostPoints) -> Int64:
     """How long after the slice waited for each blocking call that waited returned."""
     chosen = points.tight
     return (points.end[chosen] - measured.end[points.source[chosen]]).astype(np.int64)
-
-

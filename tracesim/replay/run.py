@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from op_graphs.columns import Int64
+from op_graphs.vocabulary import OpKind
 from tracesim.engine import execute
 from tracesim.replay.graph import Rebuilt, RowRole
 
@@ -63,8 +64,8 @@ class StepTime:
 def step_times(replayed: Replayed) -> list[StepTime]:
     """Every step of every rank, measured and replayed.
 
-    A step runs from the first slice launched in it to the first slice launched in the next; the last one to the later
-    of its last slice and its end on the host.
+    A step runs from the first slice launched in it to the first slice launched in the next; the last one to the end of
+    its last slice.
     """
     rows = replayed.rebuilt.rows
     steps = replayed.rebuilt.timeline.steps
@@ -121,3 +122,95 @@ def _host_steps(step: Int64, time: Int64, count: int) -> list[int]:
         if len(mine) >= 2:
             lengths[number] = int(mine[1] - mine[0])
     return lengths
+
+
+@dataclass(frozen=True)
+class StreamDeviation:
+    """How the slices of one device stream start in the replay against the measurement, in nanoseconds."""
+
+    track: int
+    """Row of the timeline's tracks."""
+    slices: int
+    same_order: bool
+    """Whether its slices start in the measured order."""
+    busy_measured: int
+    busy_replayed: int
+    start_error_median: int
+    start_error_worst: int
+    worst_row: int
+    """Row of the graph that deviates most."""
+
+
+def stream_deviations(replayed: Replayed) -> list[StreamDeviation]:
+    """One entry a device stream. Starts are compared relative to the first slice of the rank in both runs."""
+    rows = replayed.rebuilt.rows
+    device = np.flatnonzero(rows.role == RowRole.DEVICE)
+    found = []
+    for track in np.unique(rows.track[device]).tolist():
+        mine = device[rows.track[device] == track]
+        measured = np.lexsort((mine, rows.end[mine], rows.start[mine]))
+        ordered = mine[measured]
+        error = replayed.start[ordered] - rows.start[ordered]
+        worst = int(np.argmax(np.abs(error)))
+        found.append(
+            StreamDeviation(
+                track=track,
+                slices=len(mine),
+                same_order=not _disordered(rows.start[ordered], rows.end[ordered], replayed.start[ordered]),
+                busy_measured=int((rows.end[mine] - rows.start[mine]).sum()),
+                busy_replayed=int((replayed.end[mine] - replayed.start[mine]).sum()),
+                start_error_median=int(np.median(np.abs(error))),
+                start_error_worst=int(error[worst]),
+                worst_row=int(ordered[worst]),
+            )
+        )
+    return found
+
+
+def _disordered(start: Int64, end: Int64, replayed: Int64) -> bool:
+    """Whether a slice starts before one that had ended before it in the measurement."""
+    by_end = np.argsort(end, kind="stable")
+    latest = np.maximum.accumulate(replayed[by_end])
+    before = np.searchsorted(end[by_end], start, side="right")
+    return bool((replayed[before > 0] < latest[before[before > 0] - 1]).any())
+
+
+def step_duration(times: list[StepTime]) -> int:
+    """Mean over the steps of the slowest rank's replayed time, in nanoseconds."""
+    slowest: dict[int, int] = {}
+    for time in times:
+        slowest[time.step] = max(slowest.get(time.step, 0), time.replayed)
+    return round(sum(slowest.values()) / len(slowest)) if slowest else 0
+
+
+LIMITS = ("compute", "communication", "memory", "host", "delays", "unexplained")
+"""What the critical path of a replay consists of."""
+
+
+def limited_by(replayed: Replayed) -> dict[str, int]:
+    """Nanoseconds of the longest chain of the replay by what they are, from its first to its last end."""
+    rebuilt, rows = replayed.rebuilt, replayed.rebuilt.rows
+    totals = dict.fromkeys(LIMITS, 0)
+    device = np.flatnonzero(rows.role == RowRole.DEVICE)
+    kind = rebuilt.graph.operations.kind
+    row = int(device[np.argmax(replayed.end[device])])
+    moment = int(replayed.end[row])
+    while row >= 0:
+        own = moment - int(replayed.end[row]) + int(rebuilt.durations[row])
+        own = max(min(own, int(rebuilt.durations[row])), 0)
+        if rows.role[row] != RowRole.DEVICE:
+            what = "host"
+        elif kind[row] in (OpKind.COLLECTIVE, OpKind.P2P):
+            what = "communication"
+        else:
+            what = "memory" if kind[row] in (OpKind.MEMCPY, OpKind.MEMSET) else "compute"
+        totals[what] += own
+        begun = moment - own
+        source = int(replayed.waited_for[row])
+        ended = int(replayed.end[source]) if source >= 0 else rebuilt.origin
+        lateness = max(begun - ended, 0)
+        kept = min(int(rebuilt.unexplained[row]), lateness)
+        totals["unexplained"] += kept
+        totals["delays"] += lateness - kept
+        moment, row = min(begun, ended), source
+    return totals

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from op_graphs.columns import Int64
+from op_graphs.columns import Bool, Int64
 from op_graphs.vocabulary import OpKind
 from tracesim.errors import TraceError
 from tracesim.replay.graph import EdgeKind, Edges, Rebuilt, RowRole
 
 _CLOCK_STEP_NS = 1_000
+_ROOM_LAG_NS = 12_000
+_ROOM_LENGTH_NS = 20_000
 
 
 def cut_step(rebuilt: Rebuilt, step: int) -> Rebuilt:
@@ -27,7 +29,9 @@ def cut_step(rebuilt: Rebuilt, step: int) -> Rebuilt:
     lane = rebuilt.graph.operations.rank.astype(np.int64)
     if not (inside & (rows.role == RowRole.DEVICE)).any():
         raise TraceError(f"step {step} launched nothing: the trace has {len(steps)} steps over all ranks")
-    starts = [np.sort(steps.start[steps.rank == rank])[step : step + 1] for rank in np.unique(rows.rank[inside])]
+    starts = [
+        np.sort(steps.start[steps.rank == rank])[step : step + 1] for rank in np.unique(rows.rank[inside])
+    ]
     origin = int(np.concatenate(starts).min())
     lanes = int(lane.max()) + 1
     used = np.zeros(lanes, dtype=np.bool_)
@@ -45,7 +49,9 @@ def cut_step(rebuilt: Rebuilt, step: int) -> Rebuilt:
     outside &= used[lane[edges.source]] & (edges.kind != EdgeKind.QUEUE)
     # The wait for a row before the step becomes a wait for the anchor of its lane.
     source = np.where(outside, anchor[lane[edges.source]], edges.source)
-    lag = np.where(outside, edges.lag + np.minimum(rows.end[edges.source] - busy[lane[edges.source]], 0), edges.lag)
+    lag = np.where(
+        outside, edges.lag + np.minimum(rows.end[edges.source] - busy[lane[edges.source]], 0), edges.lag
+    )
     kind = np.where(outside, EdgeKind.BEFORE, edges.kind).astype(np.int8)
     valid = np.flatnonzero(kept[edges.target] & kept[source])
     durations, start, end = rebuilt.durations.copy(), rows.start.copy(), rows.end.copy()
@@ -59,13 +65,11 @@ def cut_step(rebuilt: Rebuilt, step: int) -> Rebuilt:
     waiting[edges.target[valid]] = True
     cut = gaps[~waiting[gaps] & (rows.start[gaps] < busy[lane[gaps]])]
     durations[cut] = np.maximum(rows.end[cut] - busy[lane[cut]], 0)
-    part = replace(
-        rebuilt, durations=durations, rows=rows.with_columns(start=start, end=end), origin=origin
-    )
+    part = replace(rebuilt, durations=durations, rows=rows.with_columns(start=start, end=end), origin=origin)
     return part.take(kept, Edges(source[valid], edges.target[valid], lag[valid], kind[valid]))
 
 
-def _unlaunched_first(rebuilt: Rebuilt, inside: np.ndarray, lane: Int64) -> Int64:
+def _unlaunched_first(rebuilt: Rebuilt, inside: Bool, lane: Int64) -> Int64:
     """First device row of each lane, where nothing else in the step says when it may start."""
     device = np.flatnonzero(inside & (rebuilt.rows.role == RowRole.DEVICE))
     first = device[np.unique(lane[device], return_index=True)[1]]
@@ -118,41 +122,86 @@ def _numbered(part: Rebuilt, block: Int64) -> Int64:
     return np.vstack([key, number])
 
 
-def share_waits(rebuilt: Rebuilt, *, without: int | None = None, least: int = 2) -> Rebuilt:
-    """Waits for events that were seen in some steps, in all steps whose measured order allows them.
+def learn_waits(
+    rebuilt: Rebuilt, *, without: int | None = None, least: int = 1, admission: bool = True
+) -> Rebuilt:
+    """Compare the waits for events between steps: drop those that another step refutes, share those seen often.
 
-    A wait is seen only where it made a slice late, but the program queues it in every step.
+    The program queues the same waits in every step, but one is seen only where it made a slice late, and what ended
+    last before a late slice may not be what it waited for. A wait is refuted if in more steps than it was seen in its
+    slice started before its source had ended; where a long source had ended just before, the slice had waited for room
+    on the device instead. A wait seen in ``least`` steps, and never refuted, holds in all steps.
 
     Args:
         rebuilt: a run of several steps.
         without: a step (position) to learn nothing from.
-        least: steps in which a wait must have been seen.
+        least: steps in which a wait must have been seen to be shared.
+        admission: whether refuted waits may become waits for room.
     """
-    rows, edges = rebuilt.rows, rebuilt.edges
-    place = np.unique(_numbered(rebuilt, rows.step), axis=1, return_inverse=True)[1].ravel().astype(np.int64)
-    seen = edges.kind == EdgeKind.EVENT
-    source, target = edges.source[seen], edges.target[seen]
-    step = rows.step[target]
-    inside = (rows.step[source] == step) & (step >= 0)
-    pairs = np.unique(np.stack([place[source], place[target], step])[:, inside], axis=1)
-    known, count = np.unique(pairs[:2][:, pairs[2] != (-1 if without is None else without)], axis=1, return_counts=True)
-    known = known[:, count >= least]
-    stride = int(rows.step.max()) + 2
-    key = place * stride + rows.step + 1
-    order = np.argsort(key, kind="stable")
-    found_source, found_target = [source[:0]], [source[:0]]
-    for number in np.unique(rows.step[rows.step >= 0]).tolist():
-        both = []
-        for wanted in known * stride + number + 1:
-            at = np.minimum(np.searchsorted(key[order], wanted), len(order) - 1)
-            both.append(np.where(key[order[at]] == wanted, order[at], -1))
-        s, t = both
-        allowed = (s >= 0) & (t >= 0) & (rows.end[s] <= rows.start[t] + _CLOCK_STEP_NS) & (rows.end[s] < rows.end[t])
-        found_source.append(s[allowed])
-        found_target.append(t[allowed])
-    new_source, new_target = np.concatenate(found_source), np.concatenate(found_target)
-    fresh = ~np.isin(new_source * len(rows) + new_target, source * len(rows) + target)
-    new_source, new_target = new_source[fresh], new_target[fresh]
-    lag = np.minimum(rebuilt.delays.event, rows.start[new_target] - rows.end[new_source])
-    more = Edges(new_source, new_target, lag, np.full(len(lag), EdgeKind.EVENT))
-    return rebuilt.with_edges(Edges.concatenate([edges, more]))
+    places = _Places(rebuilt)
+    edges, step = rebuilt.edges, rebuilt.rows.step
+    inside = np.flatnonzero(
+        (edges.kind == EdgeKind.EVENT)
+        & (step[edges.source] == step[edges.target])
+        & (step[edges.target] >= 0)
+    )
+    pair = np.stack([places.of_row[edges.source[inside]], places.of_row[edges.target[inside]]])
+    known, label = np.unique(pair, axis=1, return_inverse=True)
+    label = label.ravel()
+    seen, against = np.zeros((2, known.shape[1]), dtype=np.int64)
+    source, target = edges.source[inside], edges.target[inside]
+    for number in places.steps:
+        if number == without:
+            continue
+        here = np.unique(label[step[target] == number])
+        seen[here] += 1
+        s, t = places.rows_in(known, number)
+        against += (s >= 0) & (t >= 0) & ~_allowed(rebuilt, s, t)
+    refuted = against > seen
+    kept = np.ones(len(edges), dtype=np.bool_)
+    wrong = inside[refuted[label]]
+    kept[wrong] = False
+    lag = rebuilt.rows.start[edges.target[wrong]] - rebuilt.rows.end[edges.source[wrong]]
+    full = (lag <= _ROOM_LAG_NS) & (rebuilt.durations[edges.source[wrong]] >= _ROOM_LENGTH_NS) & admission
+    room = edges.take(wrong[full])
+    parts = [
+        edges.take(np.flatnonzero(kept)),
+        room.with_columns(kind=np.full(len(room), EdgeKind.ADMISSION)),
+    ]
+    present = np.unique(source * len(step) + target)
+    for number in places.steps:
+        s, t = places.rows_in(known[:, (seen >= least) & (against == 0)], number)
+        fresh = (s >= 0) & (t >= 0) & _allowed(rebuilt, s, t) & ~np.isin(s * len(step) + t, present)
+        s, t = s[fresh], t[fresh]
+        lag = np.minimum(rebuilt.delays.event, rebuilt.rows.start[t] - rebuilt.rows.end[s])
+        parts.append(Edges(s, t, lag, np.full(len(lag), EdgeKind.EVENT)))
+    return rebuilt.with_edges(Edges.concatenate(parts))
+
+
+def _allowed(rebuilt: Rebuilt, source: Int64, target: Int64) -> Bool:
+    """Whether the measured order lets one row wait for the other."""
+    rows = rebuilt.rows
+    allowed: Bool = rows.end[source] <= rows.start[target] + _CLOCK_STEP_NS
+    return allowed & (rows.end[source] < rows.end[target])
+
+
+class _Places:
+    """Which rows of different steps are the same operation of the program."""
+
+    def __init__(self, rebuilt: Rebuilt) -> None:
+        step = rebuilt.rows.step
+        self.steps: list[int] = np.unique(step[step >= 0]).tolist()
+        key = np.unique(_numbered(rebuilt, step), axis=1, return_inverse=True)[1].ravel()
+        self.of_row: Int64 = key.astype(np.int64)
+        self._stride = int(step.max(initial=-1)) + 2
+        combined = self.of_row * self._stride + step + 1
+        self._order = np.argsort(combined, kind="stable")
+        self._key = combined[self._order]
+
+    def rows_in(self, places: Int64, step: int) -> tuple[Int64, Int64]:
+        """The rows of pairs of places in a step, -1 where it lacks one."""
+        found = []
+        for wanted in places * self._stride + step + 1:
+            at = np.minimum(np.searchsorted(self._key, wanted), len(self._key) - 1)
+            found.append(np.where(self._key[at] == wanted, self._order[at], -1))
+        return found[0], found[1]

@@ -1,0 +1,135 @@
+"""A forward beside a backward with expert exchanges: what runs beside what, and a public trace of that pairing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from op_graphs.graph import OpGraph
+from op_graphs.vocabulary import MemoryCategory, Phase, Stream
+from tests.chunk_pair import pair_graph, run_pair
+from tracesim.cost import CostModel
+from tracesim.engine import execute
+from tracesim.memory.curves import memory_curve
+from tracesim.scenario import Scenario, load_scenario
+
+TRACE_MS = 129.0
+"""Chunk of 4 layers in a public trace of DeepSeek-V3's training on H800, rank 0 of 64."""
+TRACE_COMPUTE_MS = 124.3
+TRACE_HIDDEN = 0.963
+TRACE_EXCHANGES_MS = {
+    "combine_backward_all_to_all": 4.4,
+    "dispatch_all_to_all": 6.1,
+    "combine_all_to_all": 7.3,
+    "dispatch_backward_all_to_all": 7.3,
+}
+"""Exchanges of one of its layers, with the notifications before them."""
+
+
+def deepseek(**overlap: bool) -> Scenario:
+    return load_scenario(
+        {
+            "name": "pair",
+            "model": {
+                "base": "deepseek-v3", "layers": 4, "mtp_layers": 0, "moe": {"first_dense_layers": 0},
+            },
+            "hardware": "h800-sxm",
+            "parallel": {"dp": 64, "ep": 64, "ep_dispatcher": "deepep"},
+            "training": {"seq_len": 4096, "micro_batch_size": 1, "num_microbatches": 4, "dtype": "fp8-blockwise"},
+            "overlap": {"ep": True, **overlap},
+        }
+    )  # fmt: skip
+
+
+def small(**parallel: Any) -> Scenario:
+    moe = {"experts": 8, "top_k": 2, "expert_ffn_size": 128, "shared_ffn_size": 128}
+    model = {
+        "name": "small", "layers": 3, "hidden_size": 128, "ffn_size": 256, "heads": 4, "vocab_size": 512, "moe": moe,
+    }  # fmt: skip
+    training = {"seq_len": 64, "micro_batch_size": 1, "num_microbatches": 4}
+    return load_scenario(
+        {"name": "small", "model": model, "hardware": "h100-sxm", "parallel": parallel, "training": training,
+         "overlap": {"ep": True}}
+    )  # fmt: skip
+
+
+def pair_rows(graph: OpGraph) -> range:
+    names = [graph.strings[name] for name in graph.segments.name.tolist()]
+    number = names.index("F3+B1")
+    return range(int(graph.segments.begin[number]), int(graph.segments.end[number]))
+
+
+PLANS = [
+    {"dp": 4, "ep": 4},
+    {"dp": 4, "ep": 2, "ep_dispatcher": "deepep"},
+    {"dp": 2, "ep": 2, "tp": 2, "sp": True},
+]
+
+
+@pytest.mark.parametrize("parallel", PLANS)
+def test_expert_weight_gradients_come_behind_the_exchange_of_their_layer(parallel):
+    graph = pair_graph(small(**parallel))
+    operations = graph.operations
+    backward = [row for row in pair_rows(graph) if operations.microbatch[row] == 1]
+    names = {row: graph.strings[operations.name[row]] for row in backward}
+    weights = [row for row in backward if names[row].startswith("expert_fc") and names[row].endswith("wgrad")]
+    assert len(weights) == 6
+    for row in weights:
+        (exchange,) = [
+            other
+            for other in backward
+            if names[other] == "dispatch_backward_all_to_all"
+            and operations.layer[other] == operations.layer[row]
+        ]
+        assert exchange < row
+        assert not np.isin(graph.dependencies_of(exchange), weights).any()
+        # ... which still waits for the gradients that it carries
+        carried = [other for other in graph.dependencies_of(exchange).tolist() if other in names]
+        assert any(operations.stream[other] == Stream.COMPUTE for other in carried)
+        assert operations.phase[carried].tolist().count(Phase.BACKWARD_WEIGHT) == 0
+
+
+@pytest.mark.parametrize("parallel", PLANS)
+def test_a_pair_keeps_every_operation_and_its_memory(parallel):
+    graph = pair_graph(small(**parallel))
+    operations = graph.operations
+    names = [graph.strings[name] for name in graph.segments.name.tolist()]
+    sizes = dict(zip(names, (graph.segments.end - graph.segments.begin).tolist(), strict=True))
+    assert sizes["F3+B1"] == sizes["F1"] + sizes["B2"]
+    rows = np.repeat(np.arange(len(operations)), np.diff(graph.dependency_offsets))
+    same = operations.stream[rows] == operations.stream[graph.dependencies]
+    assert (graph.dependencies[same] < rows[same]).all(), "nothing waits for what its stream runs later"
+    execution = execute(graph, CostModel(small(**parallel).hardware).durations_ns(graph))
+    curve = memory_curve(graph, execution, 0)
+    activations = curve.by_category[MemoryCategory.ACTIVATIONS]
+    assert activations[-1] == 0
+    assert activations.min() == 0
+    assert curve.by_category[MemoryCategory.TEMPORARY].min() == 0
+
+
+def test_compute_of_the_deepseek_pair_takes_as_long_as_in_the_trace():
+    pair = run_pair(deepseek())
+    assert pair.compute / 1e6 == pytest.approx(TRACE_COMPUTE_MS, rel=0.05)
+
+
+def test_with_the_exchanges_of_the_trace_the_pair_takes_as_long_and_hides_as_much():
+    """Not a prediction: how long an exchange takes is put in, and the order of weight gradients is that of the trace."""
+    scenario = deepseek()
+    graph = pair_graph(scenario)
+    durations = CostModel(scenario.hardware).durations_ns(graph)
+    names = [graph.strings[name] for name in graph.operations.name.tolist()]
+    given = [round(1e6 * TRACE_EXCHANGES_MS.get(name, 0)) for name in names]
+    pair = run_pair(scenario, np.where(np.array(given) > 0, given, durations))
+    assert pair.time / 1e6 == pytest.approx(TRACE_MS, rel=0.05)
+    assert pair.hidden_share == pytest.approx(TRACE_HIDDEN, abs=0.05)
+
+
+def test_from_the_scenario_alone_the_pair_is_up_to_an_eighth_too_long():
+    """A known error, held so that it shows when it changes; what is known of it is in docs/overlap.md."""
+    free, shared = run_pair(deepseek()), run_pair(deepseek(contention=True))
+    assert TRACE_MS < free.time / 1e6 < 1.12 * TRACE_MS
+    assert free.communication / 1e6 > 113.0
+    assert free.time < shared.time < 1.2 * free.time
+    assert shared.hidden_share >= free.hidden_share

@@ -1,0 +1,114 @@
+"""Pairs of real traces: everything adds up, what is the same model matches, and the known difference is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tracesim.diff import diff_timelines, simulate_beside
+from tracesim.readers import read_trace
+
+pytestmark = pytest.mark.shared_data
+
+PAIRS = {
+    "control and test": ("hta/trace_diff/control", "hta/trace_diff/test"),
+    "another reduction": (
+        "torchrec/sst_long_a2a_optimizer_5",
+        "torchrec/sst_long_a2a_optimizer_5_qcomm_run0",
+    ),
+    "data loader": (
+        "kineto/resnet50_num_workers_0_worker0.1623143089861.pt.trace.json.gz",
+        "kineto/resnet50_num_workers_4_worker0.1623212756351.pt.trace.json.gz",
+    ),
+    "another vendor": (
+        "tracelens/h100__Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz",
+        "tracelens/mi300__Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def results(shared_data: Path) -> dict[str, dict[str, Any]]:
+    traces = shared_data / "traces"
+    return {
+        name: diff_timelines(*(read_trace(traces / path) for path in pair)) for name, pair in PAIRS.items()
+    }
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_parts_add_up_to_the_measured_difference(results, name):
+    found = results[name]["attribution"]
+    for entry in (found, *found["ranks"], *found["steps"]):
+        assert sum(entry["parts_ns"].values()) == entry["difference_ns"]
+    measured = results[name]["averages"]["metrics"]["iteration_time_ms"]["absolute"]
+    assert found["difference_ns"] == pytest.approx(measured * 1e6, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "least_of_a", "least_of_b"),
+    [
+        # Of the test run a fifth is 4,600 copies and every third step's work, which the control run does not have.
+        ("control and test", 0.90, 0.80),
+        ("another reduction", 0.98, 0.90),
+        ("data loader", 0.999, 0.999),
+        ("another vendor", 0.99, 0.98),
+    ],
+)
+def test_most_of_the_device_time_is_matched(results, name, least_of_a, least_of_b):
+    matched = results[name]["matched"]
+    assert matched["fraction_a"] >= least_of_a
+    assert matched["fraction_b"] >= least_of_b
+
+
+def test_the_data_loader_is_what_differs(results):
+    found = results["data loader"]
+    parts = found["attribution"]["parts_ns"]
+    assert parts["launch_gaps"] == pytest.approx(found["attribution"]["difference_ns"], rel=0.06)
+    first = found["host_in_launch_gaps"][0]
+    assert "DataLoader" in first["name"]
+    assert first["difference_ns"] < -30_000_000
+
+
+def test_kernels_of_two_vendors_match_by_what_they_compute(results):
+    products = [o for o in results["another vendor"]["operations"] if o["kind"] == "gemm" and o["name_b"]]
+    assert any("xmma_gemm" in o["name"] and o["name_b"].startswith("Cijk") for o in products)
+
+
+def test_copies_that_one_run_does_not_make_are_listed(results):
+    first = results["control and test"]["unmatched"]["b"][0]
+    assert (first["name"], first["kind"]) == ("Memcpy DtoD (Device -> Device)", "memcpy")
+    assert first["count"] > 4_000
+
+
+def test_ranks_that_wait_are_told_from_those_that_transfer(results):
+    ranks = results["another reduction"]["attribution"]["ranks"]
+    assert [r["rank"] for r in ranks] == [0, 1, 2, 3]
+    assert all(r["parts_ns"]["waiting_for_peers"] for r in ranks)
+
+
+CHUNKS = """\
+model: {base: deepseek-v3, layers: 4, mtp_layers: 0, moe: {first_dense_layers: 0}}
+hardware: h800-sxm
+parallel: {ep: 64, dp: 64}
+training: {num_microbatches: 1, seq_len: 4096, dtype: fp8-blockwise}
+overlap: {ep: true}
+"""
+
+
+def test_measured_kernels_find_their_simulated_operations(shared_data, tmp_path):
+    (tmp_path / "chunks.yaml").write_text(CHUNKS)
+    measured = read_trace(shared_data / "traces" / "deepseek" / "train.json.gz")
+    found = diff_timelines(simulate_beside(str(tmp_path / "chunks.yaml"), measured), measured)
+    assert found["matched"]["fraction_b"] >= 0.90
+    assert sum(found["attribution"]["parts_ns"].values()) == found["attribution"]["difference_ns"]
+
+
+@pytest.mark.parametrize("path", sorted({path for pair in PAIRS.values() for path in pair}))
+def test_a_trace_against_itself(shared_data, path):
+    timeline = read_trace(shared_data / "traces" / path)
+    found = diff_timelines(timeline, timeline)
+    assert found["matched_fraction"] == 1
+    assert set(found["attribution"]["parts_ns"].values()) == {0}
+    assert found["attribution"]["difference_ns"] == 0
