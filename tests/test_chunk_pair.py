@@ -115,7 +115,7 @@ def test_compute_of_the_deepseek_pair_takes_as_long_as_in_the_trace():
 
 
 def test_with_the_exchanges_of_the_trace_the_pair_takes_as_long_and_hides_as_much():
-    """Not a prediction: how long an exchange takes is put in, and the order of weight gradients is that of the trace."""
+    """Not a prediction: the lengths of exchanges are put in, the order of weight gradients is that of the trace."""
     scenario = deepseek()
     graph = pair_graph(scenario)
     durations = CostModel(scenario.hardware).durations_ns(graph)

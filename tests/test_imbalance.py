@@ -28,7 +28,10 @@ HIDDEN = 256
 
 
 def mixture(folder: Path | None = None, **changes: Any) -> Scenario:
-    return load_scenario(dense_mapping(**{"model__moe": MOE, "parallel": {"ep": 4, "dp": 4}, **changes}))
+    # So small a model would be bound by its launches, which no imbalance changes.
+    hardware = {"base": "h100-sxm", "host": {"operation_us": 0}}
+    mapping = {"model__moe": MOE, "parallel": {"ep": 4, "dp": 4}, "hardware": hardware, **changes}
+    return load_scenario(dense_mapping(**mapping))
 
 
 # -- routing -----------------------------------------------------------------------------------------------------

@@ -108,7 +108,9 @@ def test_fractions_and_totals(scenario):
 
 
 def test_without_a_pipeline_there_is_no_exposed_transfer_and_the_bubble_is_gaps_alone():
-    report = report_of(hardware={"base": "h100-sxm", "memory": {"kernel_gap_us": 0}})
+    report = report_of(
+        hardware={"base": "h100-sxm", "memory": {"kernel_gap_us": 0}, "host": {"operation_us": 0}}
+    )
     (stage,) = report["stages"]
     assert report["pipeline_bubble_fraction"] == 0
     assert set(stage["exposed_communication_ms"].values()) == {0}

@@ -27,7 +27,9 @@ def render_report(report: dict[str, Any], console: Console) -> None:
     if any("spread" in stage for stage in report["stages"]):
         console.print(_spread(report))
     console.print(
-        "limits: host launch time, clock throttling and jitter between ranks are not modelled", style="dim"
+        "limits: jitter between ranks and the lead of the host over the device are not modelled; contention between "
+        "streams is with overlap.contention=true",
+        style="dim",
     )
 
 
