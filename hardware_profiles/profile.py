@@ -117,8 +117,8 @@ class HostFigures:
     launch_us: float
     """Time a kernel launch call takes."""
     operation_us: float = 0.0
-    """Time the framework takes on the host for one lowered operation, all its launches and Python together; 0 leaves the
-    host out."""
+    """Time the framework takes on the host for one lowered operation, all its launches and Python together; 0 leaves
+    the host out."""
 
 
 @dataclass(frozen=True)

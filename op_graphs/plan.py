@@ -88,8 +88,8 @@ class TrainingPlan:
     recompute: Recompute = field(default_factory=Recompute)
     cross_entropy_fusion: bool = False
     attention: str = "flash"
-    """``flash`` (the machine's best fused kernel, scores never stored), ``flash-2`` or ``flash-1`` (a FlashAttention of that
-    generation), or ``unfused`` (score matrix kept)."""
+    """``flash`` (the machine's best fused kernel, scores never stored), ``flash-2`` or ``flash-1`` (a FlashAttention of
+    that generation), or ``unfused`` (score matrix kept)."""
     images_per_sample: int = 1
     """Images in a sequence of a vision-language model."""
     routing: Routing | None = None

@@ -275,7 +275,9 @@ def read_recompute(value: object, problems: Problems) -> Recompute:
     if value.get("modules") is None:
         if not {"layers", "method"} & set(value):
             problems.add(
-                path, dict(value), "is empty; write none, full, or give modules, layers or method, every or keep"
+                path,
+                dict(value),
+                "is empty; write none, full, or give modules, layers or method, every or keep",
             )
         return Recompute("full", (), layers, method)
     modules = _read_modules(value["modules"], problems)

@@ -74,5 +74,17 @@ def main() -> None:
     """Simulate distributed LLM training steps, and compare them with real profiler traces."""
 
 
-for _command in (run, scenarios, models, hardware, read, analyze, replay, diff, convert, open_command, schedule):
+for _command in (
+    run,
+    scenarios,
+    models,
+    hardware,
+    read,
+    analyze,
+    replay,
+    diff,
+    convert,
+    open_command,
+    schedule,
+):
     main.add_command(_command)
