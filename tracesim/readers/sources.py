@@ -76,7 +76,7 @@ def load(path: Path, progress: Callable[[int], None] = lambda done: None) -> Sou
         data = _unpack(path, data, "gzip", _gzip_pieces(data), progress)
     elif data.startswith(_ZSTD_MAGIC):
         data = _unpack(path, data, "Zstandard", _zstd_pieces(path, data), progress)
-    if not data or (data[:1].isspace() and not data.strip()):
+    if not data or data.isspace():
         raise TraceError(f"{path}: the file is empty. Export the trace again.")
     if data.startswith(_LFS_POINTER):
         raise TraceError(
