@@ -50,6 +50,8 @@ class ChromeSlices:
         given, got = message_elements(timeline)
         self._add_number("In msg nelems", given, communicates)
         self._add_number("Out msg nelems", got, communicates)
+        numbered = slices.sequence >= 0
+        self._add_number("Seq", np.where(numbered, slices.sequence, 0), numbered)
         self.tail_key = _number_combinations(
             (slices.name, slices.module),
             (self.lane, slices.kind, slices.phase),

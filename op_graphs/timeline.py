@@ -75,6 +75,8 @@ class Slices(Table):
     """Size of the full message: the unsharded buffer of a gather or scatter, the payload of a send; 0 if none."""
     group: Int32
     """Index into :attr:`Timeline.groups`."""
+    sequence: Int64
+    """Number that the process group gave a collective: the same on all its ranks, one up with each call."""
     wait: Int64
     """Nanoseconds between the operation being ready itself and its start (waiting for peers); 0 where not known."""
     waited_for: Int32
@@ -95,6 +97,7 @@ SLICE_DEFAULTS: Mapping[str, int] = {
     "communication": 0,
     "communication_bytes": 0,
     "group": -1,
+    "sequence": -1,
     "wait": 0,
     "waited_for": -1,
     "correlation": -1,

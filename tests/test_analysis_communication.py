@@ -37,7 +37,7 @@ def ranks_of(
 ) -> Timeline:
     """One communication stream a rank with (start, end, transfer, bytes) in microseconds, on group 0 by default.
 
-    A fifth entry is the group.
+    A fifth entry is the group, a sixth the sequence number.
     """
     rows = []
     for track, listed in enumerate(ranks):
@@ -53,6 +53,7 @@ def ranks_of(
                     "communication": what,
                     "communication_bytes": size,
                     "group": own[0] if own else group,
+                    "sequence": own[1] if len(own) > 1 else -1,
                 }
             )
     timeline = timeline_of(
@@ -88,6 +89,24 @@ MATCHING = [
                [(0, 10, REDUCE, 8), (40, 51, REDUCE, 8), (60, 70, GATHER, 8)]]), [[0, 3], [2, 4], [1, 5]],
      "end time"),
     ("all-to-all may differ in size by rank", ranks_of([[(0, 9, TO_ALL, 8)], [(0, 9, TO_ALL, 24)]]), [[0, 1]], "order"),
+    ("sequence numbers say which, however many came before",
+     ranks_of([[(0, 10, REDUCE, 8, 0, 4), (20, 30, REDUCE, 8, 0, 5)],
+               [(0, 9, REDUCE, 8, 0, 5), (20, 29, REDUCE, 8, 0, 6)]]),
+     [[1, 2]], "sequence number"),
+    ("the calls of a coalesced collective share a number",
+     ranks_of([[(0, 9, REDUCE, 8, 0, 4), (10, 19, REDUCE, 4, 0, 4)],
+               [(5, 9, REDUCE, 8, 0, 4), (10, 19, REDUCE, 4, 0, 4)]]),
+     [[0, 2], [1, 3]], "sequence number"),
+    ("groups number their operations each for itself",
+     ranks_of([[(0, 9, REDUCE, 8, 0, 1), (10, 19, REDUCE, 4, 1, 1)],
+               [(0, 8, REDUCE, 4, 1, 1), (10, 11, REDUCE, 8, 0, 1)]],
+              groups=(WORLD, CommunicationGroup("other"))), [[0, 3], [1, 2]], "sequence number"),
+    ("numbers of one rank only do not help",
+     ranks_of([[(0, 9, REDUCE, 8, 0, 4)], [(0, 8, REDUCE, 8)]]), [[0, 1]], "order"),
+    ("numbers that contradict what is done do not count",
+     ranks_of([[(0, 9, REDUCE, 8, 0, 4), (10, 19, GATHER, 4, 0, 5)],
+               [(0, 8, REDUCE, 8, 0, 5), (10, 18, GATHER, 4, 0, 4)]]),
+     [[0, 2], [1, 3]], "order"),
     ("flows say it", ranks_of([TWO, TWO], flows=[(0, 3, FlowKind.COLLECTIVE), (1, 2, FlowKind.COLLECTIVE)]),
      [[0, 3], [1, 2]], "flow"),
     ("a chain of flows is one operation",
@@ -116,6 +135,8 @@ def test_which_slices_are_one_operation(what, timeline, expected, method):
     [
         (ranks_of([TWO, TWO[1:]]), {"before the first on all ranks": 1}),
         (ranks_of([TWO, []]), {"on one rank only": 2}),
+        (ranks_of([[(0, 9, REDUCE, 8, 0, 1), (20, 29, REDUCE, 8, 0, 2)], [(20, 29, REDUCE, 8, 0, 2)]]),
+         {"sequence number on one rank only": 1}),
         (ranks_of([TWO[:1]] * 4, groups=(CommunicationGroup("tp", (), 2),)),
          {"several groups of one name, members not known": 4}),
         (ranks_of([[(0, 10, SEND, 8)], []]), {"no end near it on another rank": 1}),

@@ -208,6 +208,18 @@ def test_nccl_arguments_give_transfer_bytes_and_group(tmp_path, collective, elem
     assert (timeline.ranks.rank.tolist(), timeline.world_size) == ([3], 8)
 
 
+@pytest.mark.parametrize(("written", "expected"), [(17, 17), ("17", 17), (None, -1), (-5, -1), ("x", -1)])
+def test_sequence_number_of_a_collective(tmp_path, written, expected):
+    arguments = {
+        "Collective name": "allreduce",
+        "In msg nelems": 4,
+        "Process Group Name": "0",
+        "Seq": written,
+    }
+    timeline = read_trace(write(tmp_path, [kernel("ncclDevKernel_AllReduce(...)", 0, 5, **arguments)]))
+    assert timeline.slices.sequence.tolist() == [expected]
+
+
 def test_an_annotation_tells_what_a_send_receive_kernel_is_for(tmp_path):
     name = "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclWorkElem)"
     events = [

@@ -134,7 +134,7 @@ FULL = [
     {"track": 0, "start": 0, "duration": 100, "name": 0, "kind": OpKind.GEMM, "phase": Phase.FORWARD, "layer": 3,
      "module": 11, "chunk": 1, "microbatch": 2, "flops": 1.5e12, "bytes": 3e6, "correlation": 77},
     {"track": 1, "start": 100, "duration": 50, "name": 1, "kind": OpKind.COLLECTIVE, "group": 0, "wait": 20,
-     "communication": Communication.ALL_REDUCE, "communication_bytes": 1 << 40, "waited_for": 0},
+     "communication": Communication.ALL_REDUCE, "communication_bytes": 1 << 40, "waited_for": 0, "sequence": 12},
     {"track": 4, "start": 90, "duration": 60, "name": 1, "kind": OpKind.COLLECTIVE, "group": 1, "waited_for": 0,
      "communication": Communication.ALL_REDUCE, "communication_bytes": 5},
     {"track": 2, "start": 0, "duration": 150, "name": 2},
@@ -167,6 +167,7 @@ SLICE = st.fixed_dictionaries(
         "name": st.integers(0, 5), "kind": st.sampled_from(list(OpKind)), "phase": st.sampled_from(list(Phase)),
         "layer": st.integers(-1, 300), "flops": st.sampled_from([0.0, 1.0, 2.5e15]), "group": st.integers(-1, 2),
         "communication_bytes": st.sampled_from([0, 1, 1 << 45]), "correlation": st.integers(-1, 1 << 40),
+        "sequence": st.integers(-1, 1 << 40),
     }
 )  # fmt: skip
 

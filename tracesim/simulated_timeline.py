@@ -174,6 +174,7 @@ class _Builder:
                 communication=operations.communication[rows],
                 communication_bytes=operations.communication_bytes[rows],
                 group=self._groups_of(rank)[operations.group[rows]],
+                sequence=none.astype(np.int64),
                 wait=execution.wait[rows],
                 waited_for=none,
                 correlation=none.astype(np.int64),

@@ -1,8 +1,10 @@
 """Which communication slices of different ranks are one operation.
 
-In this order: the flows of the timeline (simulated runs, and readers that know); the order of the operations in each
-process group, aligned from the end where the counts differ (a profiler starts on all ranks at about the same time, but
-a collective that is under way is on some of them only); the time of the ends, where the orders contradict each other.
+In this order: the flows of the timeline (simulated runs, and readers that know); the sequence numbers of the process
+group, which PyTorch writes since 2026 (``Seq``, https://github.com/pytorch/kineto/pull/1296); the order of the
+operations in each process group, aligned from the end where the counts differ (a profiler starts on all ranks at about
+the same time, but a collective that is under way is on some of them only); the time of the ends, where the orders
+contradict each other.
 Communication without a group counts as one group a stream, or as one group if the ranks use different streams. Sends
 pair with the receives of the same group and size whose ends lie nearest.
 """
@@ -18,8 +20,9 @@ from op_graphs.columns import Bool, Int32, Int64
 from op_graphs.timeline import Timeline
 from op_graphs.vocabulary import Communication, FlowKind, OpKind
 
-METHODS = ("flow", "order", "order from the end", "end time")
+METHODS = ("flow", "sequence number", "order", "order from the end", "end time")
 """How operations were matched, by number in :attr:`Matches.method`."""
+_FLOW, _SEQUENCE, _ORDER, _ORDER_FROM_END, _END_TIME = range(5)
 
 _LEAST_AGREEMENT = 0.9
 _END_TOLERANCE_NS = 1_000_000
@@ -74,7 +77,7 @@ class _Matcher:
             self._by_end_pairs(left[directed])
             left = left[~directed]
             for rows in self._groups(left):
-                self._by_order(rows)
+                self._by_order(self._by_sequence(rows))
         return self._collect()
 
     def _skip(self, reason: str, count: int) -> None:
@@ -100,7 +103,7 @@ class _Matcher:
             if np.array_equal(before, label):
                 break
         touched = np.unique(np.concatenate((source, target)))
-        self.found.append((touched, label[touched], 0))
+        self.found.append((touched, label[touched], _FLOW))
         of_interest[touched] = False
         return rows[of_interest[rows]]
 
@@ -128,7 +131,50 @@ class _Matcher:
             found.append(unnamed)
         return found
 
+    def _by_sequence(self, rows: Int64) -> Int64:
+        """Match by sequence number, and by order the slices of a coalesced call, which share one.
+
+        Returns the rows without a number; all of them if the numbers of the ranks do not tell of the same operations
+        (a group made anew starts again at 0).
+        """
+        sequence = self.slices.sequence[rows]
+        numbered = rows[sequence >= 0]
+        if not len(numbered):
+            return rows
+        label = self._sequence_labels(numbered)
+        several = np.bincount(label) > 1
+        agrees = self._label_agrees(numbered, label)
+        if not several.any() or agrees[several].mean() < _LEAST_AGREEMENT:
+            return rows
+        kept = (several & agrees)[label]
+        self.found.append((numbered[kept], label[kept], _SEQUENCE))
+        self._skip("sequence number on one rank only", int((~several[label]).sum()))
+        self._skip("differ in what they do", int((several & ~agrees)[label].sum()))
+        return rows[sequence < 0]
+
+    def _sequence_labels(self, rows: Int64) -> Int64:
+        """A number for each row, sorted by start within a rank, that its counterparts on other ranks have too."""
+        sequence, rank = self.slices.sequence[rows], self.rank[rows].astype(np.int64)
+        order = np.lexsort((np.arange(len(rows)), sequence, rank))
+        begins = np.append(True, (np.diff(sequence[order]) != 0) | (np.diff(rank[order]) != 0))
+        place = np.arange(len(rows))
+        occurrence = np.empty(len(rows), dtype=np.int64)
+        occurrence[order] = place - np.maximum.accumulate(np.where(begins, place, 0))
+        _, label = np.unique(np.stack([sequence, occurrence]), axis=1, return_inverse=True)
+        return label.ravel().astype(np.int64)
+
+    def _label_agrees(self, rows: Int64, label: Int64) -> Bool:
+        """For each label, whether all its rows do the same transfer, as in :meth:`_agree`."""
+        what = self.slices.communication[rows].astype(np.int64)
+        size = self.slices.communication_bytes[rows]
+        same: Bool = _constant(what, label) & (
+            _constant(size, label) | (_lowest(what, label) == Communication.ALL_TO_ALL)
+        )
+        return same
+
     def _by_order(self, rows: Int64) -> None:
+        if not len(rows):
+            return
         ranks = np.unique(self.rank[rows])
         if len(ranks) < 2:
             self._skip("on one rank only", len(rows))
@@ -140,7 +186,7 @@ class _Matcher:
         if agrees.mean() < _LEAST_AGREEMENT:
             self._by_end_time(lists)
             return
-        method = 1 if all(len(mine) == shortest for mine in lists) else 2
+        method = _ORDER if all(len(mine) == shortest for mine in lists) else _ORDER_FROM_END
         kept = table[:, agrees]
         numbers = np.broadcast_to(np.arange(kept.shape[1]), kept.shape)
         self.found.append((kept.ravel(), numbers.ravel().astype(np.int64), method))
@@ -175,7 +221,7 @@ class _Matcher:
 
     def _keep_pairs(self, rows: Int64, labels: Int64, total: int) -> None:
         several = np.bincount(labels, minlength=int(labels.max()) + 1 if len(labels) else 0)[labels] > 1
-        self.found.append((rows[several], labels[several], 3))
+        self.found.append((rows[several], labels[several], _END_TIME))
         self._skip("no end near it on another rank", total - int(several.sum()))
 
     def _mutually_nearest(self, a: Int64, b: Int64) -> tuple[Int64, Int64]:
@@ -229,6 +275,24 @@ class _Matcher:
         method[place[number]] = np.array([found[2] for found in self.found])[part]
         order = np.lexsort((rows, self.rank[rows], place[number]))
         return Matches(rows[order], place[number][order], method, dict(self.unmatched))
+
+
+def _lowest(values: Int64, label: Int64) -> Int64:
+    found = np.full(int(label.max()) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(found, label, values)
+    return found
+
+
+def _highest(values: Int64, label: Int64) -> Int64:
+    found = np.full(int(label.max()) + 1, np.iinfo(np.int64).min)
+    np.maximum.at(found, label, values)
+    return found
+
+
+def _constant(values: Int64, label: Int64) -> Bool:
+    """For each label, whether its values are equal."""
+    same: Bool = _lowest(values, label) == _highest(values, label)
+    return same
 
 
 def _nearest(times: Int64, sorted_times: Int64) -> Int32:

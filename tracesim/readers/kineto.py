@@ -141,7 +141,7 @@ class _Builder:
         category = rows.category[device]
         kind[category == COPY], kind[category == FILL] = OpKind.MEMCPY, OpKind.MEMSET
         communication[category != KERNEL] = 0
-        communication, sizes, group, groups = self._transfers(communication, context)
+        communication, sizes, group, groups, sequence = self._transfers(communication, context)
         for transfer in np.unique(communication[communication > 0]):
             kind[communication == transfer] = kind_of_communication(int(transfer))
         group, groups = self._expert_groups(communication, group, groups)
@@ -149,7 +149,7 @@ class _Builder:
         columns: dict[str, npt.NDArray[np.generic]] = {
             "kind": kind, "phase": phase, "communication": communication, "communication_bytes": sizes, "group": group,
             "chunk": launches.chunks(context), "microbatch": context.microbatch, "bytes": np.maximum(rows.bytes, 0),
-            "flops": self._flops(kind, context),
+            "flops": self._flops(kind, context), "sequence": sequence,
         }  # fmt: skip
         count = len(rows.start)
         filled = {name: np.full(count, default) for name, default in SLICE_DEFAULTS.items()}
@@ -201,8 +201,11 @@ class _Builder:
 
     def _transfers(
         self, communication: Int8, context: launches.Context
-    ) -> tuple[Int8, Int64, Int32, tuple[CommunicationGroup, ...]]:
-        """Transfer, bytes and group of communication kernels, from their arguments or ``record_param_comms``."""
+    ) -> tuple[Int8, Int64, Int32, tuple[CommunicationGroup, ...], Int64]:
+        """Transfer, bytes, group and sequence number of communication kernels.
+
+        They come from the arguments of the kernel or of its ``record_param_comms``.
+        """
         rows = self.rows
         chosen = np.flatnonzero((communication > 0) | rows.described)
         told = rows.described[chosen]
@@ -225,7 +228,9 @@ class _Builder:
         sizes[chosen[named]] = found.bytes[named]
         group = np.full(len(communication), -1, dtype=np.int32)
         group[chosen[named]] = found.group[named]
-        return communication, sizes, group, found.groups
+        sequence = np.full(len(communication), -1, dtype=np.int64)
+        sequence[chosen[named]] = found.sequence[named]
+        return communication, sizes, group, found.groups, sequence
 
     def _flops(self, kind: Int8, context: launches.Context) -> Float64:
         """Operations of matrix products by the shapes of their operators, on the longest kernel of each."""

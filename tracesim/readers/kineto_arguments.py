@@ -49,6 +49,7 @@ class CommunicationArguments(msgspec.Struct, gc=False):
     group_ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
     input_dims: Any = msgspec.field(default=None, name="Input Dims")
     input_types: Any = msgspec.field(default=None, name="Input type")
+    sequence: Any = msgspec.field(default=None, name="Seq")
 
 
 class DeviceArguments(CommunicationArguments, gc=False):
@@ -136,6 +137,8 @@ class Transfers:
     bytes: Int64
     group: Int32
     groups: tuple[CommunicationGroup, ...]
+    sequence: Int64
+    """-1 where they do not say: PyTorch has written it since 2026."""
 
 
 def read_transfers(
@@ -162,7 +165,8 @@ def read_transfers(
             found = _group(a, configured)
             known[key] = -1 if found is None else groups.setdefault(found, len(groups))
         group[row] = known[key]
-    return Transfers(communication, sizes, group, tuple(groups))
+    sequence = np.maximum(integers([a.sequence for a in arguments]), -1)
+    return Transfers(communication, sizes, group, tuple(groups), sequence)
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ def _slices(
         communication=facts.transfers.communication,
         communication_bytes=facts.transfers.bytes,
         group=facts.transfers.group,
+        sequence=facts.transfers.sequence,
         wait=facts.wait,
         waited_for=np.full(len(kept), SLICE_DEFAULTS["waited_for"]),
         correlation=arguments.integers([a.correlation for a in rows]),
