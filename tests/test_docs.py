@@ -86,6 +86,7 @@ def commands(block: Block) -> Iterator[tuple[list[str], int]]:
 
 def run_command(arguments: list[str], expected: int) -> None:
     from click.testing import CliRunner
+
     from tracesim.cli import main
 
     result = CliRunner().invoke(main, arguments)
