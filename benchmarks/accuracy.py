@@ -55,9 +55,8 @@ class SkippedRow:
 
 def run(scenario: Scenario) -> RunReport:
     """The report of a simulated scenario."""
-    from tracesim.simulate import (
-        simulate,
-    )  # the simulator takes its time to import; reading rows does not need it
+    # The simulator takes its time to import, and reading rows does not need it.
+    from tracesim.simulation import simulate
 
     report: RunReport = simulate(scenario).report
     return report

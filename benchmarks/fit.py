@@ -33,7 +33,7 @@ from benchmarks.accuracy import InputError, find_files, read_rows
 from benchmarks.rows import MeasuredRow, RowFile, RowSkippedError, express
 from benchmarks.rows.dispatch import source_name
 from tracesim.scenario import Scenario
-from tracesim.simulate import simulate
+from tracesim.simulation import simulate
 
 _LEAST_HIDDEN = 4096
 _NODE = 8

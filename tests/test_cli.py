@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.abc
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import tracesim.run_output
+from tracesim.__main__ import main as start
 from tracesim.cli import main
 
 SMALL = """\
@@ -410,6 +412,27 @@ def test_an_interrupted_run_leaves_no_partial_file(folder, monkeypatch, first):
     assert "interrupted" in result.stderr
     left = ["trace.pftrace"] if first == "pipeline_svg" else []
     assert [path.name for path in Path("out").iterdir()] == left
+
+
+def test_an_interrupt_while_the_command_is_imported_is_told_in_the_same_words(monkeypatch, capsys):
+    class Interrupting(importlib.abc.MetaPathFinder):
+        def find_spec(self, fullname, path, target=None):
+            if fullname == "tracesim.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "tracesim.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        start()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted; nothing was left half-written\n"
+
+
+def test_the_package_has_all_that_it_names():
+    assert all(getattr(tracesim, name) is not None for name in tracesim.__all__)
+    assert set(tracesim.__all__) <= set(dir(tracesim))
+    with pytest.raises(AttributeError, match="no attribute 'simulat'"):
+        _ = tracesim.simulat
 
 
 def script(*arguments: str, **options) -> subprocess.Popen[str]:

@@ -25,7 +25,7 @@ from tracesim.cost.contention import (
 from tracesim.lowering import lower_scenario
 from tracesim.scenario import load_scenario, scenario_to_mapping
 from tracesim.sharing import Demand, SharingPolicy
-from tracesim.simulate import simulate
+from tracesim.simulation import simulate
 
 H100 = load_profile("h100-sxm")
 

@@ -9,7 +9,7 @@ import pytest
 from op_graphs.timeline import Timeline
 from tracesim.diff import diff_timelines
 from tracesim.scenario import load_scenario
-from tracesim.simulate import simulate
+from tracesim.simulation import simulate
 
 SCENARIO = """\
 model: {base: llama3.2-1b, layers: 4}

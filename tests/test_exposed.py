@@ -24,7 +24,7 @@ from tracesim.cost import CostModel
 from tracesim.exposed import ExposedCommunication, describe_stretches, exposed_in_trace
 from tracesim.readers import read_trace
 from tracesim.scenario import load_scenario
-from tracesim.simulate import simulate
+from tracesim.simulation import simulate
 
 F, B, W = Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT
 COMPUTE, TP, DP = TrackRole.COMPUTE, TrackRole.COMMUNICATION_TP, TrackRole.COMMUNICATION_DP

@@ -13,7 +13,7 @@ from op_graphs.vocabulary import Stream
 from tests.graphs import graph_of
 from tracesim.host import execute_with_host
 from tracesim.scenario import load_scenario
-from tracesim.simulate import simulate
+from tracesim.simulation import simulate
 
 
 def row_of(count: int, segments: int = 1):

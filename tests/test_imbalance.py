@@ -21,7 +21,7 @@ from tracesim.errors import ScenarioError
 from tracesim.lowering import lower_scenario
 from tracesim.report_tables import render_report
 from tracesim.scenario import Scenario, load_scenario, scenario_to_mapping
-from tracesim.simulate import simulate
+from tracesim.simulation import simulate
 
 MOE = {"experts": 8, "top_k": 2, "expert_ffn_size": 64}
 HIDDEN = 256

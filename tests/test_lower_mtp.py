@@ -18,7 +18,7 @@ from tests.test_lowering import assert_nothing_leaks, attention_flops, linear_fl
 from tracesim.errors import ScenarioError
 from tracesim.lowering import lower_scenario
 from tracesim.scenario import Scenario, load_scenario
-from tracesim.simulate import simulate
+from tracesim.simulation import simulate
 
 HIDDEN, VOCAB, LAYERS = 256, 1024, 4
 

@@ -16,7 +16,7 @@ from tests.test_lowering import assert_nothing_leaks, linear_flops, step_flops
 from tracesim.errors import ScenarioError
 from tracesim.lowering import lower_scenario
 from tracesim.scenario import Scenario, load_scenario, scenario_to_mapping
-from tracesim.simulate import simulate
+from tracesim.simulation import simulate
 
 HIDDEN, LAYERS, PATCH = 128, 3, 3 * 8 * 8
 VIT: dict[str, Any] = {

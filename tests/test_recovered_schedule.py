@@ -22,7 +22,7 @@ from tracesim.errors import TraceError
 from tracesim.recovered_report import describe_recovered, intended_beside
 from tracesim.recovered_schedule import BUBBLE_CAUSES, recover_schedule
 from tracesim.scenario import load_scenario
-from tracesim.simulate import simulate
+from tracesim.simulation import simulate
 
 PIPELINE, COMPUTE, PP = TrackRole.PIPELINE, TrackRole.COMPUTE, TrackRole.COMMUNICATION_PP
 MILLISECOND = 1_000_000

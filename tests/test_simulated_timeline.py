@@ -19,8 +19,8 @@ from tracesim import load_scenario, simulate
 from tracesim.analysis import breakdowns
 from tracesim.errors import ScenarioError
 from tracesim.report import breakdown
-from tracesim.simulate import Simulation
 from tracesim.simulated_timeline import corresponding_group
+from tracesim.simulation import Simulation
 
 EXAMPLES = settings(max_examples=10, deadline=None)
 GROUP_AXES = {"world": {"tp", "pp", "dp"}, "embedding": {"pp"}}

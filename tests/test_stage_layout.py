@@ -18,7 +18,7 @@ from tests.test_lowering import assert_nothing_leaks, step_flops
 from tracesim.errors import ScenarioError
 from tracesim.lowering import lower_scenario
 from tracesim.scenario import load_scenario
-from tracesim.simulate import simulate
+from tracesim.simulation import simulate
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from .exposed import (
     exposed_in_trace,
 )
 from .scenario import load_scenario
-from .simulate import Simulation, simulate
+from .simulation import Simulation, simulate
 
 _MOST_ROWS = 20
 _MOST_NAME = 44

@@ -12,7 +12,7 @@ from exporters.pipeline_svg import pipeline_svg
 from op_graphs.timeline import Timeline
 
 from .output import atomic_write
-from .simulate import Simulation
+from .simulation import Simulation
 
 
 def _perfetto(timeline: Timeline, folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """What ``tracesim schedule`` computes: a schedule's figures, its timeline on given costs, and comparisons.
 
 Times here are in the unit of the costs given; in a timeline one unit is a millisecond. Communication is free. What a
-schedule does on a machine is for :func:`tracesim.simulate.simulate`; :func:`compare_on_scenario` asks it.
+schedule does on a machine is for :func:`tracesim.simulation.simulate`; :func:`compare_on_scenario` asks it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from schedules import (
 from .engine import Execution
 from .errors import ScenarioError, SimulationError
 from .scenario import Scenario, load_scenario
-from .simulate import simulate
+from .simulation import simulate
 
 SCHEMA = "tracesim.schedule/1"
 _UNIT_NS = 1_000_000

@@ -12,7 +12,7 @@ from ..output import output_folder
 from ..report_tables import render_report
 from ..run_output import FORMATS, write_outputs
 from ..scenario import list_scenarios, load_scenario
-from ..simulate import simulate
+from ..simulation import simulate
 from .printing import output_console, print_json, progress
 
 

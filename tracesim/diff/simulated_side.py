@@ -8,7 +8,7 @@ import numpy as np
 
 from op_graphs.timeline import Timeline
 from tracesim.scenario import list_scenarios, load_scenario
-from tracesim.simulate import simulate
+from tracesim.simulation import simulate
 
 _SUFFIXES = (".yaml", ".yml")
 
