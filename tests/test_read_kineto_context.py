@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from op_graphs.timeline import Timeline
 from op_graphs.vocabulary import Communication, FlowKind, OpKind, Phase
+from tracesim.errors import TraceError
 from tracesim.readers import kineto_json, read_trace
 from tracesim.readers.nesting import Nesting
 
@@ -170,6 +173,24 @@ def test_a_large_file_is_cut_between_events_only(tmp_path, monkeypatch):
         cut = read_trace(tmp_path / "cut.json")
         assert cut.slices.start.tolist() == whole.slices.start.tolist()
         assert [cut.strings[i] for i in cut.slices.name] == [whole.strings[i] for i in whole.slices.name]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("[", "]"), ('{"traceEvents": [', "]}"), ("[", ""), ("[", "]}")]
+)
+def test_bytes_written_over_while_a_large_file_is_cut_come_back(monkeypatch, before, after):
+    """Arguments are views of the file, so a byte left wrong would show in them; damaged files come back as well."""
+    monkeypatch.setattr(kineto_json, "CHUNK", 1500)
+    events = [op("plain", i, 1, number=i) for i in range(400)]
+    text = (before + ",".join(map(json.dumps, events)) + after).encode()
+    data, kept = bytearray(text), []
+    complaint = pytest.raises(TraceError) if after == "" else contextlib.nullcontext()
+    with complaint:
+        kineto_json.decode(Path("t.json"), data, lambda chunk: kept.extend(chunk.events), kineto_json.Notes())
+    assert data == text
+    numbers = [json.loads(bytes(event.args))["number"] for event in kept]
+    assert numbers == list(range(len(numbers)))
+    assert len(numbers) == 400 or after == ""
 
 
 def test_an_event_at_the_beginning_of_time_does_not_break_the_nesting(tmp_path):

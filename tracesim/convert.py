@@ -22,7 +22,7 @@ from tracesim.errors import OutputError
 from tracesim.event_counts import EventCounts, count_events, slices_by_category
 from tracesim.readers import kineto, read_trace
 from tracesim.readers.progress import reading_progress
-from tracesim.readers.sources import load, trace_files
+from tracesim.readers.sources import FileBytes, load, trace_files
 
 FORMATS = ("pftrace", "json", "json.gz")
 """What ``to`` may be: Perfetto protobuf, or profiler JSON plain or compressed."""
@@ -157,7 +157,7 @@ def _count(sources: Sequence[Path]) -> tuple[EventCounts, int]:
     return counted, uncounted
 
 
-def _is_ours(data: bytes) -> bool:
+def _is_ours(data: FileBytes) -> bool:
     """Whether a profiler file was written from a simulation: steps and pipeline actions stand in it twice."""
     return b'"tracesim.trace/' in data[:1_000_000]
 

@@ -18,6 +18,7 @@ from exporters.chrome_slices import correlations
 from op_graphs.timeline import Timeline
 from op_graphs.vocabulary import OpKind, TrackRole
 from tracesim.readers.kineto_json import Chunk, Notes, decode
+from tracesim.readers.sources import FileBytes
 
 NO_CATEGORY = "(none)"
 MEMORY_EVENT = "[memory]"
@@ -104,7 +105,7 @@ class _Counting:
 
 
 def count_events(
-    path: Path, data: bytes, progress: Callable[[int], None] = lambda position: None
+    path: Path, data: FileBytes, progress: Callable[[int], None] = lambda position: None
 ) -> EventCounts:
     """Count the events of a profiler file.
 

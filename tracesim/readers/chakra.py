@@ -54,9 +54,10 @@ def read(source: Source) -> Timeline:
     Raises:
         TraceError: if the file is damaged or of another schema.
     """
-    is_json = source.data[:65536].lstrip().startswith(b"{")
+    data = bytes(source.data)
+    is_json = data[:65536].lstrip().startswith(b"{")
     try:
-        nodes = list(_json_nodes(source.data) if is_json else _protobuf_nodes(source.data))
+        nodes = list(_json_nodes(data) if is_json else _protobuf_nodes(data))
     except (
         DamagedMessageError,
         msgspec.DecodeError,

@@ -20,6 +20,7 @@ from tracesim.errors import TraceError
 from tracesim.readers import begin_end
 from tracesim.readers.distinct import distinct
 from tracesim.readers.kineto_json import Chunk, Event, Header, Notes, Number, decode, integer
+from tracesim.readers.sources import FileBytes
 
 _EXACT_MICROSECONDS = 2.0**43
 """Above this a double of microseconds is coarser than a nanosecond, so the digits themselves are read."""
@@ -68,7 +69,7 @@ class KinetoDocument:
     """A decoded file."""
 
     path: Path
-    data: bytes
+    data: FileBytes
     complete: Columns
     metadata: list[Event]
     """Names and order of processes and threads (``ph: M``)."""
@@ -89,7 +90,7 @@ class KinetoDocument:
 
 
 def read_document(
-    path: Path, data: bytes, progress: Callable[[int], None] = lambda position: None
+    path: Path, data: FileBytes, progress: Callable[[int], None] = lambda position: None
 ) -> KinetoDocument:
     """A Kineto file's bytes as columns.
 
@@ -101,28 +102,25 @@ def read_document(
     return builder.document(header, data)
 
 
-class _Interner:
+class _Interner(dict[Any, int]):
     """Numbers values in the order of their appearance."""
 
-    def __init__(self) -> None:
-        self.ids: dict[Any, int] = {}
+    def __missing__(self, value: Any) -> int:  # noqa: ANN401
+        text = value if type(value) is str else "" if value is None else str(value)
+        number = self[value] = self.setdefault(text, len(self))
+        return number
 
     def column(self, values: list[Any]) -> Int64:
         """The numbers of some values; what is no string is interned by its text."""
-        ids = self.ids
-        for value in dict.fromkeys(values):
-            if value not in ids:
-                text = value if type(value) is str else "" if value is None else str(value)
-                ids[value] = ids.setdefault(text, len(ids))
-        return np.fromiter(map(ids.__getitem__, values), dtype=np.int64, count=len(values))
+        return np.fromiter(map(self.__getitem__, values), dtype=np.int64, count=len(values))
 
     def strings(self) -> tuple[list[str], Int64 | None]:
         """The distinct strings, and the place among them of each number if numbers have gaps."""
-        strings = [value for value in self.ids if type(value) is str]
-        if len(strings) == len(self.ids):
+        strings = [value for value in self if type(value) is str]
+        if len(strings) == len(self):
             return strings, None
-        places = np.zeros(len(self.ids), dtype=np.int64)
-        places[[self.ids[s] for s in strings]] = np.arange(len(strings))
+        places = np.zeros(len(self), dtype=np.int64)
+        places[[self[s] for s in strings]] = np.arange(len(strings))
         return strings, places
 
 
@@ -195,7 +193,7 @@ class _Builder:
             )
         )
 
-    def document(self, header: Header, data: bytes) -> KinetoDocument:
+    def document(self, header: Header, data: FileBytes) -> KinetoDocument:
         """Everything taken over, as one."""
         columns, places = self._columns()
         if not len(columns.name):

@@ -1,14 +1,16 @@
 """The JSON of a torch.profiler (Kineto) trace, decoded event by event in chunks.
 
 A large file is cut between events, so that the decoded objects of one chunk are gone before the next is decoded: memory
-stays near the size of the file and progress can be shown. ``args`` stay undecoded. Several documents in one file are
-read one after another; what follows the last one is ignored and counted.
+stays near the size of the file and progress can be shown. ``args`` stay undecoded: they are views of the file's bytes,
+of which no copy is made. What a chunk needs around it to be JSON is written over its neighbours while it is decoded.
+Several documents in one file are read one after another; what follows the last one is ignored and counted.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -16,6 +18,7 @@ from typing import Any, Literal, TypeAlias, cast
 import msgspec
 
 from tracesim.errors import TraceError
+from tracesim.readers.sources import FileBytes
 
 Number: TypeAlias = int | float | str | None
 
@@ -119,8 +122,8 @@ class Chunk:
     """Some events of a file, in order."""
 
     events: list[Event]
-    _piece: bytes
-    """JSON of a list of the events, or of a document with them."""
+    _piece: bytes | memoryview
+    """JSON of a list of the events, or of a document with them; while the chunk is handed over."""
 
     def time_digits(self) -> list[TimeDigits]:
         """The times of the events as they are written."""
@@ -129,7 +132,7 @@ class Chunk:
         return msgspec.json.decode(self._piece, type=_TimeDocument).trace_events or []
 
 
-def looks_like_kineto(data: bytes) -> bool:
+def looks_like_kineto(data: FileBytes) -> bool:
     """Whether bytes are Chrome-format JSON: an object with ``traceEvents`` or a list of events with ``ph``."""
     head = data[:4096].lstrip(_SPACE)
     if head.startswith(b"{"):
@@ -139,7 +142,7 @@ def looks_like_kineto(data: bytes) -> bool:
 
 def decode(
     path: Path,
-    data: bytes,
+    data: FileBytes,
     sink: Callable[[Chunk], None],
     notes: Notes,
     progress: Callable[[int], None] = lambda position: None,
@@ -148,7 +151,7 @@ def decode(
 
     Args:
         path: named in messages.
-        data: the file, unpacked.
+        data: the file, unpacked. A bytearray is written to in passing; when this returns or raises it is as it was.
         sink: takes each chunk.
         notes: takes what was odd.
         progress: is told how many bytes are done.
@@ -165,11 +168,12 @@ class _Decoder:
     def __init__(
         self,
         path: Path,
-        data: bytes,
+        data: FileBytes,
         sink: Callable[[Chunk], None],
         notes: Notes,
         progress: Callable[[int], None],
     ) -> None:
+        data = data if isinstance(data, bytearray) else bytearray(data)
         self.path, self.data, self.sink, self.notes, self.progress = path, data, sink, notes, progress
         self.event = msgspec.json.Decoder(Event)
         self.events = msgspec.json.Decoder(list[Event])
@@ -197,15 +201,15 @@ class _Decoder:
     def _document(self, start: int) -> tuple[Header, int]:
         """Decode the document that begins at ``start``; its header, and where it ends."""
         head, position = self._chunks(start)
-        prefix = b"" if head is None else b"[" if _is_list(self.data, start) else b'{"traceEvents": ['
-        piece = b"".join((prefix, memoryview(self.data)[position:])) if prefix or position else self.data
-        tail, used = self._last(piece, position - len(prefix))
+        opening = b"" if head is None else b"[" if _is_list(self.data, start) else b'{"traceEvents": ['
+        with self._framed(opening, position, len(self.data)) as piece:
+            tail, used = self._last(piece, position - len(opening))
         self.progress(len(self.data))
         if head is not None:
             for name in Header.__struct_fields__:
                 if getattr(tail, name) is None:
                     setattr(tail, name, getattr(head, name))
-        return tail, position - len(prefix) + used
+        return tail, position - len(opening) + used
 
     def _chunks(self, start: int) -> tuple[Header | None, int]:
         """Decode chunks while there is enough left; the head of the document (None if untouched), and how far."""
@@ -232,34 +236,47 @@ class _Decoder:
             self.progress(position)
         return (head, position) if position > first else (None, start)
 
+    @contextmanager
+    def _framed(self, opening: bytes, start: int, stop: int, closing: bytes = b"") -> Iterator[memoryview]:
+        """The bytes from ``start`` to ``stop`` with others over those before and after, which come back in the end."""
+        data = self.data
+        before, after = slice(start - len(opening), start), slice(stop, stop + len(closing))
+        was_before, was_after = data[before], data[after]
+        with memoryview(data) as view:
+            view[before], view[after] = opening, closing
+            try:
+                yield view[before.start : after.stop]
+            finally:
+                view[before], view[after] = was_before, was_after
+
     def _one_chunk(self, position: int) -> int:
         """Decode events from ``position`` on, and return where the next one begins; -1 if no cut was found."""
         for tries, found in enumerate(_BETWEEN_EVENTS.finditer(self.data, position + CHUNK)):
             if tries == _MOST_TRIES:
                 return -1
-            piece = b"".join((b"[", memoryview(self.data)[position : found.start() + 1], b"]"))
-            try:
-                events, piece = self._repaired(piece, self._list)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                # A look-alike inside a string or an argument: what precedes it does not balance.
-                continue
-            self.sink(Chunk(events, piece))
+            with self._framed(b"[", position, found.start() + 1, b"]") as piece:
+                try:
+                    events, repaired = self._repaired(piece, self._list)
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    # A look-alike inside a string or an argument: what precedes it does not balance.
+                    continue
+                self.sink(Chunk(events, repaired))
             return self.data.index(b",", found.start()) + 1
         return -1
 
-    def _last(self, piece: bytes, offset: int) -> tuple[Header, int]:
+    def _last(self, piece: memoryview, offset: int) -> tuple[Header, int]:
         """Decode the end of a document: its header, and the bytes of the piece that it takes."""
         used = len(piece)
         decode = self._list_document if _is_list(piece) else self._object_document
         try:
             try:
-                document, piece = self._repaired(piece, decode)
+                document, repaired = self._repaired(piece, decode)
             except msgspec.DecodeError as error:
                 position = _trailing(error)
                 if position is None:
                     raise
                 used = position
-                document, piece = self._repaired(piece[:used], decode)
+                document, repaired = self._repaired(piece[:used], decode)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self._damaged(error, offset) from error
         except RecursionError as error:
@@ -270,15 +287,17 @@ class _Decoder:
             raise TraceError(
                 f"{self.path}: the JSON has no list `traceEvents`; this is not a profiler trace."
             )
-        self.sink(Chunk(document.trace_events, piece))
+        self.sink(Chunk(document.trace_events, repaired))
         return document, used
 
-    def _repaired(self, piece: bytes, decode: Callable[[bytes], Any]) -> tuple[Any, bytes]:
+    def _repaired(
+        self, piece: bytes | memoryview, decode: Callable[[bytes | memoryview], Any]
+    ) -> tuple[Any, bytes | memoryview]:
         """What ``decode`` makes of a piece, after what JSON forbids and profilers write was replaced."""
         try:
             return decode(piece), piece
         except UnicodeDecodeError:
-            repaired = piece.decode("utf-8", errors="replace").encode()
+            repaired = bytes(piece).decode("utf-8", errors="replace").encode()
             what, count = "invalid UTF-8 replaced", 1
         except msgspec.ValidationError:
             raise
@@ -286,7 +305,7 @@ class _Decoder:
             if "truncated" in str(error) or _trailing(error) is not None:
                 raise
             # Profilers print bandwidths of zero-length copies as inf or nan, which JSON does not know.
-            repaired, count = _NOT_NUMBERS.subn(rb"\1null", piece)
+            repaired, count = _NOT_NUMBERS.subn(rb"\1null", bytes(piece))
             what = "values that are not numbers (nan, inf)"
             if not count:
                 raise
@@ -294,7 +313,7 @@ class _Decoder:
         self.notes.add(what, count)
         return result
 
-    def _list(self, piece: bytes) -> list[Event]:
+    def _list(self, piece: bytes | memoryview) -> list[Event]:
         if self.all_known:
             try:
                 return cast(list[Event], self.known_events.decode(piece))
@@ -305,10 +324,10 @@ class _Decoder:
         except msgspec.ValidationError:
             return self._one_by_one(msgspec.json.decode(piece, type=list[msgspec.Raw]))
 
-    def _list_document(self, piece: bytes) -> _Document:
+    def _list_document(self, piece: bytes | memoryview) -> _Document:
         return _Document(trace_events=self._list(piece))
 
-    def _object_document(self, piece: bytes) -> _Document | _KnownDocument:
+    def _object_document(self, piece: bytes | memoryview) -> _Document | _KnownDocument:
         if self.all_known:
             try:
                 return self.known_document.decode(piece)
@@ -345,7 +364,7 @@ class _Decoder:
         return TraceError(f"{self.path}: not valid JSON ({text}). Export the trace again.")
 
 
-def _is_list(data: bytes, start: int = 0) -> bool:
+def _is_list(data: FileBytes | memoryview, start: int = 0) -> bool:
     found = _OPENING.match(data, start)
     return found is not None and found.group(1) == b"["
 

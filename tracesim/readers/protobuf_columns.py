@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from op_graphs.columns import Int64
+from tracesim.readers.sources import FileBytes
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
@@ -66,7 +67,7 @@ def read_numbers(rows: Bytes, field: Field) -> Words:
     return value
 
 
-def packet_bounds(data: bytes) -> tuple[Int64, Int64]:
+def packet_bounds(data: FileBytes) -> tuple[Int64, Int64]:
     """First byte and length of each packet of a trace.
 
     Raises:
@@ -101,7 +102,7 @@ def packet_bounds(data: bytes) -> tuple[Int64, Int64]:
 
 
 def shapes(
-    data: bytes, begins: Int64, lengths: Int64, messages: frozenset[Path], fixed: frozenset[Path]
+    data: FileBytes, begins: Int64, lengths: Int64, messages: frozenset[Path], fixed: frozenset[Path]
 ) -> Iterator[Shape]:
     """Groups of packets with equal layout.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO, TypeAlias
 
 from tracesim.errors import TraceError
 
@@ -20,6 +22,9 @@ _GZIP_CHUNK = 256 << 10
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+FileBytes: TypeAlias = bytes | bytearray
+"""What a file holds. That which is loaded can be written to, which a reader does that would else have to copy it."""
+
 _SKIPPED_SUFFIXES = {".yaml", ".yml", ".csv", ".md", ".txt", ".png", ".svg", ".html", ".log", ".py"}
 
 
@@ -28,7 +33,7 @@ class Source:
     """One file, decompressed."""
 
     path: Path
-    data: bytes
+    data: FileBytes
     keep_origins: bool = False
     """Whether the reader shall fill :attr:`Timeline.origins` and keep every slice, for a conversion."""
     progress: Callable[[int], None] = field(default=lambda done: None, compare=False, repr=False)
@@ -69,7 +74,8 @@ def load(path: Path, progress: Callable[[int], None] = lambda done: None) -> Sou
             where the package for it is missing.
     """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = _whole(file)
     except OSError as error:
         raise TraceError(
             f"{path}: cannot be read ({error.strerror}). Check the path and its permissions."
@@ -87,37 +93,48 @@ def load(path: Path, progress: Callable[[int], None] = lambda done: None) -> Sou
     return Source(path, data)
 
 
+def _whole(file: BinaryIO) -> bytearray:
+    """All of a file, at its size at once where it has one."""
+    data = bytearray(os.fstat(file.fileno()).st_size)
+    read = 0
+    with memoryview(data) as room:
+        while read < len(data) and (taken := file.readinto(room[read:])):  # type: ignore[attr-defined]
+            read += taken
+    del data[read:]
+    # A pipe has no size, and a file can grow.
+    data += file.read()
+    return data
+
+
 def _unpack(
-    path: Path, packed: bytes, form: str, pieces: Iterator[bytes], progress: Callable[[int], None]
-) -> bytes:
-    # Grows in place and gives its bytes without a copy, unlike a list of pieces that are joined.
-    unpacked = io.BytesIO()
-    size = 0
+    path: Path, packed: FileBytes, form: str, pieces: Iterator[bytes], progress: Callable[[int], None]
+) -> bytearray:
+    # Grows in place, unlike a list of pieces that are joined.
+    unpacked = bytearray()
     try:
         for piece in pieces:
-            unpacked.write(piece)
-            size += len(piece)
-            progress(size)
-            if size > DECOMPRESSION_LIMIT:
+            unpacked += piece
+            progress(len(unpacked))
+            if len(unpacked) > DECOMPRESSION_LIMIT:
                 raise TraceError(
                     f"{path}: unpacks to more than {DECOMPRESSION_LIMIT / 2**30:g} GiB from {len(packed)} bytes. "
                     "If it really is a trace, unpack it and profile fewer steps."
                 )
     except EOFError as error:
         raise TraceError(
-            f"{path}: the {form} stream ends early after {size} unpacked bytes; the file is truncated. "
+            f"{path}: the {form} stream ends early after {len(unpacked)} unpacked bytes; the file is truncated. "
             "Copy it again."
         ) from error
     except (zlib.error, _DamagedZstdError) as error:
         raise TraceError(f"{path}: damaged {form} ({error}). Copy or export the trace again.") from error
-    return unpacked.getvalue()
+    return unpacked
 
 
 class _DamagedZstdError(Exception):
     """Zstandard's own error, whose class is only there with the package."""
 
 
-def _gzip_pieces(packed: bytes) -> Iterator[bytes]:
+def _gzip_pieces(packed: FileBytes) -> Iterator[bytes]:
     """The pieces of all members; zlib itself checks their sums, which :mod:`gzip` would do in a second pass.
 
     Raises:
@@ -137,7 +154,7 @@ def _gzip_pieces(packed: bytes) -> Iterator[bytes]:
                 yield piece
 
 
-def _zstd_pieces(path: Path, packed: bytes) -> Iterator[bytes]:
+def _zstd_pieces(path: Path, packed: FileBytes) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError as error:
