@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from op_graphs.timeline import CommunicationGroup, Timeline
-from op_graphs.vocabulary import Communication, OpKind, Phase, TrackRole
+from op_graphs.vocabulary import Communication, FlowKind, OpKind, Phase, TrackRole
 from tracesim.errors import TraceError
 from tracesim.readers.assembled import AssembledTimeline
 from tracesim.readers.sources import Source
@@ -62,6 +62,12 @@ _OPERATIONS = {
     ),
 }
 _OTHER = _Operation(TrackRole.HOST, 9, OpKind.HOST)
+_OF_ONE_RANK = "layernorm-grads-all-reduce"
+"""Over the tensor-parallel ranks of a stage, of which the job shows one."""
+_OF_ENDS = "embedding-grads-all-reduce"
+"""Over the first and last stage, which share the embedding."""
+_OF_ALL = "optimizer-clip-main-grad"
+"""The norm of all gradients: over all ranks."""
 _TRACK_NAMES = {
     0: "compute", 4: "receive forward", 5: "send forward", 6: "receive backward", 7: "send backward",
     8: "data parallel", 9: "other",
@@ -196,43 +202,93 @@ def _parquet_rows(source: Source) -> list[_Row]:
         ) from error
 
 
+class _Job:
+    """Stages and data-parallel ranks of a job, and which ranks an operation is shared by."""
+
+    def __init__(self, rows: list[_Row]) -> None:
+        self.data_ranks = sorted({r.data_rank for r in rows})
+        self.stages = sorted({r.stage for r in rows})
+        self._place = {data: place for place, data in enumerate(self.data_ranks)}
+
+    def rank(self, data_rank: int, stage: int) -> int:
+        """Stages after each other, the data-parallel ranks of each next to each other."""
+        return stage * len(self.data_ranks) + self._place[data_rank]
+
+    def group(self, row: _Row, role: TrackRole) -> CommunicationGroup:
+        if row.name == _OF_ALL:
+            return self._named("world", [(d, s) for d in self.data_ranks for s in self.stages])
+        if row.name == _OF_ENDS:
+            return self._named("embedding", [(row.data_rank, s) for s in (self.stages[0], self.stages[-1])])
+        if row.name == _OF_ONE_RANK:
+            return self._named("tp", [(row.data_rank, row.stage)])
+        if role == _PP:
+            return self._named("pp", [(row.data_rank, stage) for stage in self.stages])
+        return self._named("dp", [(data, row.stage) for data in self.data_ranks])
+
+    def _named(self, name: str, members: list[tuple[int, int]]) -> CommunicationGroup:
+        ranks = tuple(sorted({self.rank(*member) for member in members}))
+        return CommunicationGroup(name, ranks, len(ranks))
+
+
+class _Pairs:
+    """Sends and the receives of the next stage, both counted within a step: the n-th belongs to the n-th."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int, int, int], tuple[list[int], list[int]]] = {}
+
+    def add(self, row: _Row, slice_key: int) -> None:
+        direction, _, what = row.name.partition("-")
+        if what not in ("send", "recv"):
+            return
+        onwards = 1 if direction == "forward" else -1
+        receiver = row.stage + onwards if what == "send" else row.stage
+        pairs = self._found.setdefault((direction, row.data_rank, row.step, receiver), ([], []))
+        pairs[what == "recv"].append(slice_key)
+
+    def flows(self) -> list[tuple[int, int]]:
+        """Slices of send and receive; only of links that show as many of both."""
+        return [
+            pair
+            for sends, receives in self._found.values()
+            if len(sends) == len(receives)
+            for pair in zip(sends, receives, strict=True)
+        ]
+
+
 def _timeline(source: Source, rows: list[_Row]) -> Timeline:
     built = AssembledTimeline(source.path)
-    data_ranks = sorted({r.data_rank for r in rows})
-    stages = sorted({r.stage for r in rows})
-    number = {(d, s): s * len(data_ranks) + i for i, d in enumerate(data_ranks) for s in stages}
+    job, pairs = _Job(rows), _Pairs()
     bounds: dict[int, tuple[int, int]] = {}
     unknown = 0
-    for row in rows:
-        rank = built.rank(number[row.data_rank, row.stage], dp=row.data_rank, pp=row.stage, tp=0, cp=0)
+    for row in sorted(rows, key=lambda r: r.start):
+        number = job.rank(row.data_rank, row.stage)
+        rank = built.rank(number, dp=row.data_rank, pp=row.stage, tp=0, cp=0)
         what = _OPERATIONS.get(row.name, _OTHER)
         unknown += what is _OTHER and row.name != "gc"
         columns = {"kind": what.kind, "phase": what.phase, "microbatch": row.microbatch, "chunk": row.chunk}
         if what.communication:
-            along = stages if what.role == _PP else data_ranks
-            members = [(row.data_rank, m) if what.role == _PP else (m, row.stage) for m in along]
-            ranks = tuple(sorted(number[m] for m in members))
-            group = CommunicationGroup("pp" if what.role == _PP else "dp", ranks, len(ranks))
-            columns.update(communication=what.communication, group=built.group(group))
+            group = built.group(job.group(row, what.role))
+            columns.update(communication=what.communication, group=group)
         track = built.track(rank, what.role, what.stream, _TRACK_NAMES[what.stream])
-        built.add(track, row.start, row.duration, row.name, **columns)
+        pairs.add(row, built.add(track, row.start, row.duration, row.name, **columns))
         if what.phase in (Phase.FORWARD, Phase.BACKWARD_INPUT) and what.role == TrackRole.COMPUTE:
             action = f"{'F' if what.phase == Phase.FORWARD else 'B'}{max(row.microbatch, 0)}"
             columns["kind"] = OpKind.ANNOTATION
-            built.add(
-                built.track(rank, TrackRole.PIPELINE, 0, "pipeline"),
-                row.start,
-                row.duration,
-                action,
-                **columns,
-            )
+            pipeline = built.track(rank, TrackRole.PIPELINE, 0, "pipeline")
+            built.add(pipeline, row.start, row.duration, action, **columns)
         low, high = bounds.get(row.step, (row.start, row.start + row.duration))
         bounds[row.step] = min(low, row.start), max(high, row.start + row.duration)
-    for rank in {number[r.data_rank, r.stage] for r in rows}:
+    for rank in {job.rank(r.data_rank, r.stage) for r in rows}:
         for step, (start, end) in bounds.items():
             built.step(rank, step, start, end)
+    for send, receive in pairs.flows():
+        built.flow(send, receive, FlowKind.P2P)
     built.notes.add("operations of an unknown type, kept as host slices", unknown)
     return built.timeline(
-        world_size=len(number),
-        properties={"format": "micro-operations", "schedule level": "pipeline actions, no kernels"},
+        world_size=len(job.data_ranks) * len(job.stages),
+        properties={
+            "format": "micro-operations",
+            "schedule level": "pipeline actions, no kernels",
+            "steps": "recorded apart",
+        },
     )

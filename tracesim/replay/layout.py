@@ -9,9 +9,10 @@ import numpy as np
 from op_graphs.columns import Bool, Int64, StringTable
 from op_graphs.graph import OPERATION_DEFAULTS, Buffers, Operations, OpGraph, Segments
 from op_graphs.vocabulary import OpKind, Stream
+from tracesim.replay.declared import OPERATION_CLOCK_NS
 from tracesim.replay.graph import RowRole, Rows
 from tracesim.replay.host import BLOCKING, MARK, HostPoints
-from tracesim.replay.measured import Measured
+from tracesim.replay.measured import Measured, declares_operations
 
 _OF_SLICE = (
     "kind",
@@ -143,13 +144,14 @@ def _device_lanes(measured: Measured) -> Int64:
     lane = tracks[device].astype(np.int64)
     order = np.lexsort((device, end, start, lane))
     track = lane[order]
-    overlaps = (track[1:] == track[:-1]) & (start[order][1:] < end[order][:-1])
+    slack = OPERATION_CLOCK_NS if declares_operations(measured.timeline) else 0
+    overlaps = (track[1:] == track[:-1]) & (start[order][1:] < end[order][:-1] - slack)
     unused = len(measured.timeline.tracks)
     for number in np.unique(track[1:][overlaps]).tolist():
         mine = order[track == number]
         lanes, until = [number], [-1]
         for at, begin, stop in zip(mine.tolist(), start[mine].tolist(), end[mine].tolist(), strict=True):
-            place = next((i for i, busy in enumerate(until) if busy <= begin), len(lanes))
+            place = next((i for i, busy in enumerate(until) if busy - slack <= begin), len(lanes))
             if place == len(lanes):
                 lanes.append(unused)
                 until.append(stop)

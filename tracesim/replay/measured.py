@@ -21,6 +21,11 @@ _MOST_END_SPREAD_NS = 1_000_000
 _NEVER = np.iinfo(np.int64).min // 4
 
 
+def declares_operations(timeline: Timeline) -> bool:
+    """Whether the rows of a timeline are operations of a known program, as in traces of micro-operations."""
+    return timeline.properties.get("format") == "micro-operations"
+
+
 @dataclass(frozen=True)
 class Measured:
     """A timeline on one clock, with the columns that rebuilding needs; columns have the shape [slices]."""
@@ -86,7 +91,7 @@ def measure(timeline: Timeline) -> Measured:
         first[order[np.concatenate(([True], launch[order][1:] != launch[order][:-1]))]] = True
     operation = np.full(len(start), -1, dtype=np.int64)
     # Members that do not end together are not one operation, or their clocks cannot be compared.
-    close = transfers.end_spread <= _MOST_END_SPREAD_NS
+    close = (transfers.end_spread <= _MOST_END_SPREAD_NS) | declares_operations(timeline)
     kept = close[matches.operation] if len(matches.operation) else np.zeros(0, dtype=np.bool_)
     operation[matches.row[kept]] = matches.operation[kept]
     return Measured(

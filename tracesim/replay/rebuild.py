@@ -15,17 +15,20 @@ import numpy as np
 from op_graphs.columns import Int64
 from op_graphs.timeline import Timeline
 from tracesim.errors import TraceError
+from tracesim.replay.declared import NO_DELAYS, declared_waits
 from tracesim.replay.graph import EdgeKind, Edges, Rebuilt, RowRole
 from tracesim.replay.host import host_points, returns_after
 from tracesim.replay.layout import graph_of, lay_out
 from tracesim.replay.measured import (
     LATE_NS,
     Measured,
+    declares_operations,
     launch_moment,
     measure,
     measure_delays,
     stream_free,
 )
+from tracesim.replay.run import recorded_apart
 from tracesim.replay.steps import learn_waits
 from tracesim.replay.waits import (
     NO_WAITS,
@@ -86,6 +89,7 @@ class _Builder:
         self.layout = lay_out(measured, self.points)
         self.rows = self.layout.rows
         self.notes: list[str] = []
+        self.declared = declares_operations(self.timeline)
 
     def build(self) -> Rebuilt:
         waits, admission = self._find_waits()
@@ -101,7 +105,7 @@ class _Builder:
             admission_share=self.admission_share,
             delays=self.delays,
         ).with_edges(self._without_contradictions(edges))
-        if self.rules.waits == "measured" and self.rules.learn:
+        if self.rules.waits == "measured" and self.rules.learn and not self.declared:
             rebuilt = learn_waits(rebuilt, admission=self.rules.admission)
         if self.rules.unexplained:
             rebuilt = with_unexplained(rebuilt)
@@ -112,6 +116,10 @@ class _Builder:
     def _find_waits(self) -> tuple[Waits, Waits]:
         """Waits for events, and for room, between streams; sets the delays."""
         measured = self.measured
+        if self.declared:
+            self.delays, self.admission_share = NO_DELAYS, _ADMISSION_SHARE
+            declared = {"measured": declared_waits, "all": all_waits}.get(self.rules.waits)
+            return declared(measured) if declared else NO_WAITS, NO_WAITS
         none = np.zeros(0, dtype=np.int64)
         self.delays = measure_delays(measured, none, returns_after(measured, self.points))
         device = measured.device
@@ -152,16 +160,30 @@ class _Builder:
         launched = device[measured.launch[device] >= 0]
         call = self._calls()[measured.launch[launched]]
         delay = measured.start[waits.row] - measured.end[waits.source]
+        event = self._with_time_between_steps(waits, np.minimum(delay, delays.event))
         parts = [
             (row[measured.before[queued]], row[queued], self._queue_lags(queued), EdgeKind.QUEUE),
             (call, row[launched], self._launch_lags(launched, call), EdgeKind.LAUNCH),
-            (row[waits.source], row[waits.row], np.minimum(delay, delays.event), EdgeKind.EVENT),
+            (row[waits.source], row[waits.row], event, EdgeKind.EVENT),
             (row[admission.source], row[admission.row], np.zeros(len(admission.row)), EdgeKind.ADMISSION),
             *self._host_edges(),
         ]
         source, target, lag = (np.concatenate([part[i] for part in parts]).astype(np.int64) for i in range(3))
         kind = np.concatenate([np.full(len(part[0]), part[3]) for part in parts])
         return Edges(source, target, lag, kind)
+
+    def _with_time_between_steps(self, waits: Waits, lag: Int64) -> Int64:
+        """Lags, with the time between steps where those were recorded apart: it is no delay of the run."""
+        if not recorded_apart(self.timeline):
+            return lag
+        row, steps, rows = self.layout.row_of_slice, self.timeline.steps, self.rows
+        target, source = row[waits.row], row[waits.source]
+        begin = np.zeros(len(target), dtype=np.int64)
+        for rank in np.unique(steps.rank).tolist():
+            begins = np.sort(steps.start[steps.rank == rank])
+            mine = (rows.rank[target] == rank) & (rows.step[target] >= 0)
+            begin[mine] = begins[rows.step[target[mine]]]
+        return np.where(rows.step[target] != rows.step[source], begin - rows.end[source], lag)
 
     def _host_edges(self) -> list[tuple[Int64, Int64, Int64, EdgeKind]]:
         """What the host waits for: source, target and lag."""
@@ -248,8 +270,19 @@ def with_unexplained(rebuilt: Rebuilt) -> Rebuilt:
     known = replace(rebuilt, unexplained=np.zeros(len(rows), dtype=np.int64))
     allowed = np.full(len(rows), rebuilt.origin, dtype=np.int64)
     np.maximum.at(allowed, edges.target, rows.end[edges.source] + known.lags())
+    if declares_operations(rebuilt.timeline):
+        allowed = _when_all_have_come(rebuilt, allowed)
     late = rows.start - allowed
     targeted = np.zeros(len(rows), dtype=np.bool_)
     targeted[edges.target] = True
     kept = (rows.role == RowRole.DEVICE) & (late > LATE_NS) & targeted
     return replace(rebuilt, unexplained=np.where(kept, late, 0))
+
+
+def _when_all_have_come(rebuilt: Rebuilt, allowed: Int64) -> Int64:
+    """The latest of the members of each communication: such a trace shows its start, not when each rank came to it."""
+    operation = rebuilt.graph.operations.rendezvous.astype(np.int64)
+    matched = operation >= 0
+    latest = np.full(int(operation.max(initial=-1)) + 1, np.iinfo(np.int64).min)
+    np.maximum.at(latest, operation[matched], allowed[matched])
+    return np.where(matched, latest[operation], allowed)

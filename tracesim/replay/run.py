@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from op_graphs.columns import Int64
+from op_graphs.columns import Bool, Int64
+from op_graphs.timeline import Timeline
 from op_graphs.vocabulary import OpKind
 from tracesim.engine import execute
 from tracesim.replay.graph import Rebuilt, RowRole
@@ -64,8 +65,8 @@ class StepTime:
 def step_times(replayed: Replayed) -> list[StepTime]:
     """Every step of every rank, measured and replayed.
 
-    A step runs from the first slice launched in it to the first slice launched in the next; the last one to the end of
-    its last slice.
+    A step runs from the first slice launched in it to the first slice launched in the next. The last one, and one that
+    the next recorded step did not follow, runs to the end of its last slice.
     """
     rows = replayed.rebuilt.rows
     steps = replayed.rebuilt.timeline.steps
@@ -82,7 +83,8 @@ def step_times(replayed: Replayed) -> list[StepTime]:
             whole = [int(e[mine].max() - s[mine].min()) for s, e in _both(replayed)]
             found.append(StepTime(rank, -1, whole[0], whole[1], 0, 0))
             continue
-        device_times = [_windows(rows.step[mine], s[mine], e[mine], len(numbers)) for s, e in _both(replayed)]
+        followed = np.append(np.diff(numbers) == 1, False) & (not recorded_apart(replayed.rebuilt.timeline))
+        device_times = [_windows(rows.step[mine], s[mine], e[mine], followed) for s, e in _both(replayed)]
         host_times = [_host_steps(rows.step[marks], s[marks], len(numbers)) for s, _ in _both(replayed)]
         found += [
             StepTime(rank, int(number), *(t[i] for t in device_times), *(t[i] for t in host_times))
@@ -97,9 +99,14 @@ def _both(replayed: Replayed) -> tuple[tuple[Int64, Int64], tuple[Int64, Int64]]
     return (rows.start, rows.end), (replayed.start, replayed.end)
 
 
-def _windows(step: Int64, start: Int64, end: Int64, count: int) -> list[int]:
+def recorded_apart(timeline: Timeline) -> bool:
+    """Whether the time between two steps of the file says nothing."""
+    return timeline.properties.get("steps") == "recorded apart"
+
+
+def _windows(step: Int64, start: Int64, end: Int64, followed: Bool) -> list[int]:
     """Length of the device window of each step; 0 for one without slices."""
-    high = np.iinfo(np.int64).max
+    high, count = np.iinfo(np.int64).max, len(followed)
     begins, ends = np.full(count + 1, high, dtype=np.int64), np.zeros(count + 1, dtype=np.int64)
     inside = step >= 0
     np.minimum.at(begins, step[inside], start[inside])
@@ -109,7 +116,7 @@ def _windows(step: Int64, start: Int64, end: Int64, count: int) -> list[int]:
         if begins[number] == high:
             lengths.append(0)
             continue
-        stop = begins[number + 1] if begins[number + 1] < high else ends[number]
+        stop = begins[number + 1] if followed[number] and begins[number + 1] < high else ends[number]
         lengths.append(int(stop - begins[number]))
     return lengths
 
