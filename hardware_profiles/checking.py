@@ -74,6 +74,7 @@ _RANGE_BY_NAME: dict[str, _Range] = {
     "compute_capability": _NOT_NEGATIVE,
     "collective_sms": _NOT_NEGATIVE,
     "group_size": _NOT_NEGATIVE,
+    "gpus_per_bridge_side": _NOT_NEGATIVE,
 }
 _RANGE_BY_ENDING: tuple[tuple[str, _Range], ...] = (
     ("efficiency", _FRACTION),
@@ -239,6 +240,23 @@ class Check:
         if isinstance(taken, int) and isinstance(available, int) and 0 < available <= taken:
             self.errors.append(
                 f"network.collective_sms: {taken} SMs of a collective do not fit in sm_count: {available}"
+            )
+        if isinstance(network, Mapping):
+            self._compare_bridge(network)
+
+    def _compare_bridge(self, network: Mapping[Any, Any]) -> None:
+        side, rate, domain = (
+            network.get(key) or 0 for key in ("gpus_per_bridge_side", "bridge_gb_per_s", "gpus_per_domain")
+        )
+        if not all(isinstance(value, (int, float)) for value in (side, rate, domain)):
+            return
+        if bool(side) != bool(rate):
+            self.errors.append(
+                f"network: gpus_per_bridge_side is {side} and bridge_gb_per_s {rate}; give both or neither"
+            )
+        if side and side >= domain:
+            self.errors.append(
+                f"network.gpus_per_bridge_side: a side of {side} GPUs leaves none of {domain} on the other"
             )
 
     def refuse_repeats(self, document: Mapping[Any, Any]) -> None:

@@ -108,6 +108,10 @@ class NetworkFigures:
     """NVSwitch multicast (NVLS) is there: all-reduce in about one pass."""
     collective_sms: int = 0
     """SMs a large collective occupies."""
+    gpus_per_bridge_side: int = 0
+    """GPUs on each side of a link inside the domain that they all share (sockets of a PCIe server); 0 without one."""
+    bridge_gb_per_s: float = 0.0
+    """What crosses that link in each direction, of all groups together; with ``gpus_per_bridge_side``."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ What is not taken over, and why:
 - Anything without a measurement of its own: a table's average, tiers with default efficiencies, ``mem_gbs`` (80 on a
   B200), the dense peak of a dtype without measured shapes. These figures come from the base profile.
 - The ``bandwidth`` section: its 30 to 40 us a memory operation stand for host time; kernels in traces take 2 us.
-- ``dp_fixed_bw``, bandwidths seen inside one training job: kept as text in ``extra``.
+- ``dp_fixed_bw``, bandwidths of each of several groups at once inside one training job: on PCIe they give the rate of
+  the bridge between the two halves of the server, elsewhere they are kept as text in ``extra`` only.
 - Sends faster than the link they use: a copy inside one GPU was measured.
 """
 
@@ -308,7 +309,28 @@ class _Networks:
             domain=domain,
             fabric=fabric,
             multicast=base.multicast and not pcie,
+            **self._bridge(networks[tiers[0]], base, pcie),
         )
+
+    def _bridge(self, section: Mapping[str, Any], base: NetworkFigures, pcie: bool) -> dict[str, Any]:
+        """What groups that cross between the halves of a PCIe server reach together."""
+        side = self._per_node // 2
+        if not pcie or side == 0:
+            return {"gpus_per_bridge_side": 0, "bridge_gb_per_s": 0.0}
+        rates = [
+            _positive(rate, "dp_fixed_bw") * (self._per_node / int(members)) * GIB_PER_GB
+            for entry in section["op"].values()
+            for members, rate in (entry.get("dp_fixed_bw") or {}).items()
+            # Only groups that are spread over both halves cross.
+            if int(members) <= side
+        ]
+        if not rates:
+            kept = base.gpus_per_bridge_side if 2 * base.gpus_per_bridge_side == self._per_node else 0
+            return {"gpus_per_bridge_side": kept, "bridge_gb_per_s": base.bridge_gb_per_s if kept else 0.0}
+        origin = f"{self._origin}, mean of dp_fixed_bw times the groups that cross at once"
+        self.sources["network.bridge_gb_per_s"] = origin
+        self.sources["network.gpus_per_bridge_side"] = f"{self._origin}, half of num_per_node"
+        return {"gpus_per_bridge_side": side, "bridge_gb_per_s": round(fmean(rates), 2)}
 
     def _tier(
         self,

@@ -11,7 +11,9 @@ What NCCL's tuner does by estimate, this does as well: the minimum over all (alg
   the all-reduce.
 - Exchange: every pair sends directly (all-to-all, gather, scatter, sends).
 
-Left out: congestion above the NICs, contention between groups that share links, PAT, in-network reduction in
+Sibling groups share the bridge of a domain that has one (:mod:`.bridge`).
+
+Left out: congestion above the NICs, contention between groups that share other links, PAT, in-network reduction in
 InfiniBand switches, and the slower pairs of a mesh without a switch. Sources: Hu et al., "Demystifying NCCL"
 (arXiv:2507.04786), for protocols and steps; Thakur et al. (2005) for the traffic of the algorithms; Sanders et al.
 (2009) for the two trees. ``docs/collective_cost.md`` holds formulas and residuals.
@@ -33,6 +35,7 @@ from op_graphs.graph import OpGraph
 from op_graphs.timeline import CommunicationGroup
 from op_graphs.vocabulary import Communication
 
+from .bridge import Crossing, bridge_ns, crossing
 from .distinct import distinct_rows
 
 NANOSECONDS_PER_MICROSECOND = 1e3
@@ -207,13 +210,14 @@ class CollectiveCost:
         if tier == Tier.SELF:
             return CollectiveEstimate(0, Algorithm.NONE, Protocol.NONE, tier, 0.0, 0.0, 0.0)
         size = 0.0 if communication == Communication.BARRIER else float(message_bytes)
+        crossed = crossing(ranks, self.profile.network, is_send=communication in SENDS)
         measured = self._measured_line(communication, placement)
         if measured is not None:
-            return self._measured_estimate(measured, communication, size, placement)
+            return self._measured_estimate(measured, communication, size, placement, crossed)
         best: tuple[float, Protocol, _Plan] | None = None
         for plan in self._plans(communication, size, placement):
             for protocol in plan.protocols:
-                time_ns = self._time_ns(plan, protocol, communication in SENDS)
+                time_ns = self._time_ns(plan, protocol, communication in SENDS, crossed)
                 if best is None or time_ns < best[0]:
                     best = (time_ns, protocol, plan)
         assert best is not None, communication
@@ -280,7 +284,7 @@ class CollectiveCost:
             if self.profile.network.multicast and placement.fewest_in_a_domain > 1:
                 yield from _multicast_plans(communication, size, placement)
 
-    def _time_ns(self, plan: _Plan, protocol: Protocol, is_send: bool) -> float:
+    def _time_ns(self, plan: _Plan, protocol: Protocol, is_send: bool, crossed: Crossing | None) -> float:
         network = self.profile.network
         steps_us = (
             plan.domain_steps * network.domain.latency_us + plan.fabric_steps * network.fabric.latency_us
@@ -288,11 +292,27 @@ class CollectiveCost:
         latency_us = network.collective_base_us + steps_us * PROTOCOL_LATENCY[protocol]
         domain_ns = plan.domain_bytes / (_rate(network.domain, is_send) * plan.domain_share)
         fabric_ns = plan.fabric_bytes / _rate(network.fabric, is_send) if plan.fabric_bytes else 0.0
-        slowest_ns = max(domain_ns, fabric_ns) / PROTOCOL_BANDWIDTH[protocol]
+        slowest_ns = max(domain_ns, fabric_ns, self._bridge_ns(plan, crossed)) / PROTOCOL_BANDWIDTH[protocol]
         return latency_us * NANOSECONDS_PER_MICROSECOND + slowest_ns
 
+    def _bridge_ns(self, plan: _Plan, crossed: Crossing | None) -> float:
+        """Time of what crosses the bridge of a domain; a measured line of one group holds the crossing of that one."""
+        if crossed is None or plan.domain_bytes == 0:
+            return 0.0
+        moved = plan.domain_bytes
+        if plan.algorithm == Algorithm.EXCHANGE and crossed.near + crossed.far > 2:
+            # Every member of one side sends to every one of the other; domain_bytes is what it sends to all others.
+            members = crossed.near + crossed.far
+            moved *= crossed.near * crossed.far / (members - 1)
+        return bridge_ns(crossed, moved, self.profile.network)
+
     def _measured_estimate(
-        self, row: MeasuredCollective, communication: Communication, size: float, placement: Placement
+        self,
+        row: MeasuredCollective,
+        communication: Communication,
+        size: float,
+        placement: Placement,
+        crossed: Crossing | None,
     ) -> CollectiveEstimate:
         plan = next(self._plans(communication, size, placement))
         network = self.profile.network
@@ -300,7 +320,8 @@ class CollectiveCost:
         domain_rate *= row.efficiency if placement.tier == Tier.DOMAIN else network.domain.efficiency
         fabric_ns = plan.fabric_bytes / (network.fabric.bandwidth_gb_per_s * row.efficiency)
         latency_us = row.fixed_us + row.per_step_us * (placement.size - 1)
-        time_ns = latency_us * NANOSECONDS_PER_MICROSECOND + max(plan.domain_bytes / domain_rate, fabric_ns)
+        slowest_ns = max(plan.domain_bytes / domain_rate, fabric_ns, self._bridge_ns(plan, crossed))
+        time_ns = latency_us * NANOSECONDS_PER_MICROSECOND + slowest_ns
         measured = _Plan(Algorithm.MEASURED, 0, 0, plan.domain_bytes, plan.fabric_bytes)
         return self._estimate(time_ns, measured, Protocol.NONE, communication, size, placement)
 
