@@ -52,6 +52,9 @@ class ChromeSlices:
         self._add_number("Out msg nelems", got, communicates)
         numbered = slices.sequence >= 0
         self._add_number("Seq", np.where(numbered, slices.sequence, 0), numbered)
+        for name, transfer in (("Dst Rank", Communication.SEND), ("Src Rank", Communication.RECEIVE)):
+            known = (slices.communication == transfer) & (slices.peer >= 0)
+            self._add_number(name, np.where(known, slices.peer, 0), known)
         self.tail_key = _number_combinations(
             (slices.name, slices.module),
             (self.lane, slices.kind, slices.phase),

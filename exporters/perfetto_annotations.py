@@ -134,6 +134,7 @@ def annotations_of(timeline: Timeline, placement: Placement, strings: Interned) 
         labels = [strings.add(label) for label in group_labels(timeline.groups)]
         found.append(Annotation("group", slices.group, rows, np.array([*labels, 0], dtype=np.int64)))
     add_number("sequence")
+    add_number("peer")
     add_number("wait", "wait_ns")
     if (rows := known("waited_for")).any():
         found += _waits(timeline, placement, rows, strings)

@@ -77,6 +77,8 @@ class Slices(Table):
     """Index into :attr:`Timeline.groups`."""
     sequence: Int64
     """Number that the process group gave a collective: the same on all its ranks, one up with each call."""
+    peer: Int32
+    """Global rank at the other end of a send or receive."""
     wait: Int64
     """Nanoseconds between the operation being ready itself and its start (waiting for peers); 0 where not known."""
     waited_for: Int32
@@ -98,6 +100,7 @@ SLICE_DEFAULTS: Mapping[str, int] = {
     "communication_bytes": 0,
     "group": -1,
     "sequence": -1,
+    "peer": -1,
     "wait": 0,
     "waited_for": -1,
     "correlation": -1,

@@ -37,7 +37,7 @@ def ranks_of(
 ) -> Timeline:
     """One communication stream a rank with (start, end, transfer, bytes) in microseconds, on group 0 by default.
 
-    A fifth entry is the group, a sixth the sequence number.
+    A fifth entry is the group, a sixth the sequence number, a seventh the rank at the other end.
     """
     rows = []
     for track, listed in enumerate(ranks):
@@ -54,6 +54,7 @@ def ranks_of(
                     "communication_bytes": size,
                     "group": own[0] if own else group,
                     "sequence": own[1] if len(own) > 1 else -1,
+                    "peer": own[2] if len(own) > 2 else -1,
                 }
             )
     timeline = timeline_of(
@@ -107,6 +108,19 @@ MATCHING = [
      ranks_of([[(0, 9, REDUCE, 8, 0, 4), (10, 19, GATHER, 4, 0, 5)],
                [(0, 8, REDUCE, 8, 0, 5), (10, 18, GATHER, 4, 0, 4)]]),
      [[0, 2], [1, 3]], "order"),
+    ("sends and receives that name each other pair in order, though other ends are nearer",
+     ranks_of([[(0, 9, SEND, 8, 0, -1, 1), (10, 19, SEND, 8, 0, -1, 1)],
+               [(10, 19, RECEIVE, 8, 0, -1, 0), (30, 39, RECEIVE, 8, 0, -1, 0)],
+               [(0, 9, RECEIVE, 8, 0, -1, 3)]]), [[0, 2], [1, 3]], "order"),
+    ("a group of two says who is at the other end",
+     ranks_of([[(0, 9, SEND, 8), (10, 19, SEND, 8)], [(10, 19, RECEIVE, 8), (30, 39, RECEIVE, 8)]],
+              groups=(CommunicationGroup("pp", (0, 1), 2),)), [[0, 2], [1, 3]], "order"),
+    ("a receive that began before the trace of its sender",
+     ranks_of([[(10, 19, SEND, 8, 0, -1, 1)], [(0, 3, RECEIVE, 8, 0, -1, 0), (4, 19, RECEIVE, 8, 0, -1, 0)]]),
+     [[0, 2]], "order from the end"),
+    ("sizes that contradict the order leave it to the ends",
+     ranks_of([[(0, 9, SEND, 8, 0, -1, 1), (10, 19, SEND, 4, 0, -1, 1)],
+               [(0, 9, RECEIVE, 8, 0, -1, 0), (10, 15, RECEIVE, 2, 0, -1, 0)]]), [[0, 2]], "end time"),
     ("flows say it", ranks_of([TWO, TWO], flows=[(0, 3, FlowKind.COLLECTIVE), (1, 2, FlowKind.COLLECTIVE)]),
      [[0, 3], [1, 2]], "flow"),
     ("a chain of flows is one operation",
@@ -140,6 +154,7 @@ def test_which_slices_are_one_operation(what, timeline, expected, method):
         (ranks_of([TWO[:1]] * 4, groups=(CommunicationGroup("tp", (), 2),)),
          {"several groups of one name, members not known": 4}),
         (ranks_of([[(0, 10, SEND, 8)], []]), {"no end near it on another rank": 1}),
+        (ranks_of([[(0, 10, SEND, 8, 0, -1, 7)], []]), {"sent to or received from a rank that is not in the trace": 1}),
     ],
 )  # fmt: skip
 def test_what_is_left_alone_is_counted(timeline, unmatched):

@@ -220,6 +220,23 @@ def test_sequence_number_of_a_collective(tmp_path, written, expected):
     assert timeline.slices.sequence.tolist() == [expected]
 
 
+@pytest.mark.parametrize(
+    ("collective", "arguments", "expected"),
+    [
+        ("send", {"Dst Rank": 5}, (Communication.SEND, 5)),
+        ("recv", {"Src Rank": "2"}, (Communication.RECEIVE, 2)),
+        ("send", {"Src Rank": 5}, (Communication.SEND, -1)),
+        ("send", {"Dst Rank": -7}, (Communication.SEND, -1)),
+        ("send", {"Dst Rank": 1 << 40}, (Communication.SEND, -1)),
+        ("allreduce", {"Dst Rank": 5}, (Communication.ALL_REDUCE, -1)),
+    ],
+)
+def test_the_rank_at_the_other_end_of_a_send_or_receive(tmp_path, collective, arguments, expected):
+    told = {"Collective name": collective, "In msg nelems": 4, "Process Group Name": "0", **arguments}
+    timeline = read_trace(write(tmp_path, [kernel("ncclDevKernel_SendRecv(...)", 0, 5, **told)]))
+    assert (timeline.slices.communication[0], timeline.slices.peer[0]) == expected
+
+
 def test_an_annotation_tells_what_a_send_receive_kernel_is_for(tmp_path):
     name = "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclWorkElem)"
     events = [

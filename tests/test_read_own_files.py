@@ -135,6 +135,8 @@ FULL = [
      "module": 11, "chunk": 1, "microbatch": 2, "flops": 1.5e12, "bytes": 3e6, "correlation": 77},
     {"track": 1, "start": 100, "duration": 50, "name": 1, "kind": OpKind.COLLECTIVE, "group": 0, "wait": 20,
      "communication": Communication.ALL_REDUCE, "communication_bytes": 1 << 40, "waited_for": 0, "sequence": 12},
+    {"track": 1, "start": 160, "duration": 5, "name": 1, "kind": OpKind.P2P, "group": 0, "peer": 3,
+     "communication": Communication.SEND, "communication_bytes": 7},
     {"track": 4, "start": 90, "duration": 60, "name": 1, "kind": OpKind.COLLECTIVE, "group": 1, "waited_for": 0,
      "communication": Communication.ALL_REDUCE, "communication_bytes": 5},
     {"track": 2, "start": 0, "duration": 150, "name": 2},

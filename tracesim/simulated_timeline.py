@@ -155,6 +155,7 @@ class _Builder:
             track_of[stream] = self._add_track(
                 position, STREAM_ROLES[Stream(stream)], stream, _TRACK_NAMES[Stream(stream)]
             )
+        directed = np.isin(operations.communication[rows], (Communication.SEND, Communication.RECEIVE))
         size = stage.end - stage.begin
         none = np.full(size, -1, dtype=np.int32)
         self.slices.append(
@@ -175,6 +176,7 @@ class _Builder:
                 communication_bytes=operations.communication_bytes[rows],
                 group=self._groups_of(rank)[operations.group[rows]],
                 sequence=none.astype(np.int64),
+                peer=self._peers_of(rank)[np.where(directed, operations.group[rows], -1)],
                 wait=execution.wait[rows],
                 waited_for=none,
                 correlation=none.astype(np.int64),
@@ -219,6 +221,12 @@ class _Builder:
             for group in self.graph.groups
         ]
         return np.array([*own, -1], dtype=np.int32)
+
+    def _peers_of(self, rank: int) -> Int32:
+        """For each group of the graph, the other rank of the pair that it is for ``rank``; -1 last, and for others."""
+        own = [corresponding_group(self.scenario.parallel, group, rank).ranks for group in self.graph.groups]
+        others = [[r for r in ranks if r != rank] if len(ranks) == 2 else [] for ranks in own]
+        return np.array([*(other[0] if other else -1 for other in others), -1], dtype=np.int32)
 
     def _intern_group(self, group: CommunicationGroup) -> int:
         return self.groups.setdefault(group, len(self.groups))

@@ -6,7 +6,9 @@ operations in each process group, aligned from the end where the counts differ (
 the same time, but a collective that is under way is on some of them only); the time of the ends, where the orders
 contradict each other.
 Communication without a group counts as one group a stream, or as one group if the ranks use different streams. Sends
-pair with the receives of the same group and size whose ends lie nearest.
+pair with receives in the order of the two ranks where the trace says who they are (``Dst Rank``, ``Src Rank``, or a
+group of two), else with the receives of the same group and size whose ends lie nearest. Sequence numbers do not help
+there: each rank counts its own sends and receives.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class _Matcher:
         if len(self.timeline.ranks) > 1 and len(left):
             left = self._by_flows(left)
             directed = np.isin(self.slices.communication[left], (Communication.SEND, Communication.RECEIVE))
-            self._by_end_pairs(left[directed])
+            self._by_end_pairs(self._by_peers(left[directed]))
             left = left[~directed]
             for rows in self._groups(left):
                 self._by_order(self._by_sequence(rows))
@@ -232,6 +234,47 @@ class _Matcher:
         mutual = to_a[to_b] == np.arange(len(a))
         close = np.abs(self.end[a] - self.end[b[to_b]]) <= _END_TOLERANCE_NS
         return a[mutual & close], b[to_b[mutual & close]]
+
+    def _by_peers(self, rows: Int64) -> Int64:
+        """Pair sends and receives of which both ends are known, in the order of the two ranks; returns the others.
+
+        NCCL and gloo deliver what one rank sends another in the order of the calls.
+        """
+        rows = rows[np.lexsort((rows, self.slices.start[rows]))]
+        numbers = self.timeline.ranks.rank.astype(np.int64)
+        own, peer = numbers[self.rank[rows]], self._peers(rows)
+        sends = self.slices.communication[rows] == Communication.SEND
+        absent = (peer >= 0) & ~np.isin(peer, numbers)
+        self._skip("sent to or received from a rank that is not in the trace", int(absent.sum()))
+        known = np.flatnonzero((peer >= 0) & ~absent)
+        left = [rows[peer < 0]]
+        ends = np.stack([np.where(sends, own, peer), np.where(sends, peer, own), self.slices.group[rows]])
+        _, label = np.unique(ends[:, known], axis=1, return_inverse=True)
+        for number in range(int(label.max(initial=-1)) + 1):
+            here = known[label.ravel() == number]
+            sent, received = rows[here[sends[here]]], rows[here[~sends[here]]]
+            count = min(len(sent), len(received))
+            pairs = np.stack([sent[len(sent) - count :], received[len(received) - count :]])
+            size = self.slices.communication_bytes[pairs]
+            if not count or ((size[0] != size[1]) & (size > 0).all(axis=0)).any():
+                left.append(rows[here])
+                continue
+            method = _ORDER if len(sent) == len(received) else _ORDER_FROM_END
+            self.found.append((pairs.ravel(), np.tile(np.arange(count), 2), method))
+            self._skip("before the first on both ranks", len(here) - 2 * count)
+        return np.concatenate(left)
+
+    def _peers(self, rows: Int64) -> Int64:
+        """Global rank at the other end of some sends and receives, -1 where neither they nor a group of two say it."""
+        own = self.timeline.ranks.rank[self.rank[rows]].astype(np.int64)
+        pairs = np.full((len(self.timeline.groups) + 1, 2), -1, dtype=np.int64)
+        for number, group in enumerate(self.timeline.groups):
+            if len(group.ranks) == 2:
+                pairs[number] = group.ranks
+        pair = pairs[self.slices.group[rows]]
+        other = np.where(pair[:, 0] == own, pair[:, 1], np.where(pair[:, 1] == own, pair[:, 0], -1))
+        said = self.slices.peer[rows].astype(np.int64)
+        return np.where(said >= 0, said, other)
 
     def _by_end_pairs(self, rows: Int64) -> None:
         """Pair sends with receives of another rank, the same group and the same size."""

@@ -141,15 +141,15 @@ class _Builder:
         category = rows.category[device]
         kind[category == COPY], kind[category == FILL] = OpKind.MEMCPY, OpKind.MEMSET
         communication[category != KERNEL] = 0
-        communication, sizes, group, groups, sequence = self._transfers(communication, context)
+        communication, found, groups = self._transfers(communication, context)
         for transfer in np.unique(communication[communication > 0]):
             kind[communication == transfer] = kind_of_communication(int(transfer))
-        group, groups = self._expert_groups(communication, group, groups)
+        group, groups = self._expert_groups(communication, found["group"].astype(np.int32), groups)
         phase, kind = launches.phases(context, kind, communication)
         columns: dict[str, npt.NDArray[np.generic]] = {
-            "kind": kind, "phase": phase, "communication": communication, "communication_bytes": sizes, "group": group,
+            "kind": kind, "phase": phase, "communication": communication, **found, "group": group,
             "chunk": launches.chunks(context), "microbatch": context.microbatch, "bytes": np.maximum(rows.bytes, 0),
-            "flops": self._flops(kind, context), "sequence": sequence,
+            "flops": self._flops(kind, context),
         }  # fmt: skip
         count = len(rows.start)
         filled = {name: np.full(count, default) for name, default in SLICE_DEFAULTS.items()}
@@ -201,8 +201,8 @@ class _Builder:
 
     def _transfers(
         self, communication: Int8, context: launches.Context
-    ) -> tuple[Int8, Int64, Int32, tuple[CommunicationGroup, ...], Int64]:
-        """Transfer, bytes, group and sequence number of communication kernels.
+    ) -> tuple[Int8, dict[str, npt.NDArray[np.generic]], tuple[CommunicationGroup, ...]]:
+        """Transfer of communication kernels, the other columns that tell of it, and the groups.
 
         They come from the arguments of the kernel or of its ``record_param_comms``.
         """
@@ -224,13 +224,17 @@ class _Builder:
         )
         communication = communication.copy()
         communication[chosen[named]] = found.communication[named]
-        sizes = np.zeros(len(communication), dtype=np.int64)
-        sizes[chosen[named]] = found.bytes[named]
-        group = np.full(len(communication), -1, dtype=np.int32)
-        group[chosen[named]] = found.group[named]
-        sequence = np.full(len(communication), -1, dtype=np.int64)
-        sequence[chosen[named]] = found.sequence[named]
-        return communication, sizes, group, found.groups, sequence
+        columns: dict[str, npt.NDArray[np.generic]] = {}
+        told_of: dict[str, Int64 | Int32] = {
+            "communication_bytes": found.bytes,
+            "group": found.group,
+            "sequence": found.sequence,
+            "peer": found.peer,
+        }
+        for name, values in told_of.items():
+            columns[name] = np.full(len(communication), SLICE_DEFAULTS[name], dtype=values.dtype)
+            columns[name][chosen[named]] = values[named]
+        return communication, columns, found.groups
 
     def _flops(self, kind: Int8, context: launches.Context) -> Float64:
         """Operations of matrix products by the shapes of their operators, on the longest kernel of each."""

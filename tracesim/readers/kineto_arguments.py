@@ -50,6 +50,8 @@ class CommunicationArguments(msgspec.Struct, gc=False):
     input_dims: Any = msgspec.field(default=None, name="Input Dims")
     input_types: Any = msgspec.field(default=None, name="Input type")
     sequence: Any = msgspec.field(default=None, name="Seq")
+    destination: Any = msgspec.field(default=None, name="Dst Rank")
+    origin: Any = msgspec.field(default=None, name="Src Rank")
 
 
 class DeviceArguments(CommunicationArguments, gc=False):
@@ -139,6 +141,8 @@ class Transfers:
     groups: tuple[CommunicationGroup, ...]
     sequence: Int64
     """-1 where they do not say: PyTorch has written it since 2026."""
+    peer: Int32
+    """Global rank that a send goes to or a receive comes from; -1 where they do not say."""
 
 
 def read_transfers(
@@ -166,7 +170,14 @@ def read_transfers(
             known[key] = -1 if found is None else groups.setdefault(found, len(groups))
         group[row] = known[key]
     sequence = np.maximum(integers([a.sequence for a in arguments]), -1)
-    return Transfers(communication, sizes, group, tuple(groups), sequence)
+    peer = np.where(
+        communication == Communication.SEND,
+        _small([a.destination for a in arguments]),
+        np.where(communication == Communication.RECEIVE, _small([a.origin for a in arguments]), -1),
+    )
+    return Transfers(
+        communication, sizes, group, tuple(groups), sequence, np.maximum(peer, -1).astype(np.int32)
+    )
 
 
 @dataclass(frozen=True)

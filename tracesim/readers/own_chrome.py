@@ -118,6 +118,7 @@ def _slices(
         communication_bytes=facts.transfers.bytes,
         group=facts.transfers.group,
         sequence=facts.transfers.sequence,
+        peer=facts.transfers.peer,
         wait=facts.wait,
         waited_for=np.full(len(kept), SLICE_DEFAULTS["waited_for"]),
         correlation=arguments.integers([a.correlation for a in rows]),
