@@ -140,10 +140,11 @@ def as_document(results: Sequence[RowResult], skipped: Sequence[SkippedRow]) -> 
 
 def _simulated(row: MeasuredRow, source: str, runner: Runner) -> RowResult:
     report = _report_of(row.scenario, runner)
+    measured_on = report if row.memory_stage is None else report["stages"][row.memory_stage]
     predicted = {
         "time": report["iteration_time_ms"],
-        "allocated": report["peak_allocated_gib"],
-        "reserved": report["peak_reserved_gib"],
+        "allocated": measured_on["peak_allocated_gib"],
+        "reserved": measured_on["peak_reserved_gib"],
     }
     if row.smaller is not None:
         difference = _without_optimizer(report) - _without_optimizer(_report_of(row.smaller, runner))

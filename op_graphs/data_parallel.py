@@ -46,7 +46,7 @@ class DataParallelism:
 
     @property
     def accumulates_main_gradients(self) -> bool:
-        """Whether weight gradients are added into a main gradient by their GEMM."""
+        """Whether weight gradients are added into a main gradient, in its type."""
         return self.zero <= 1
 
     def buckets(self, tensors: list[ParameterTensor], *, split: bool) -> tuple[Bucket, ...]:

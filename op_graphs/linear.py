@@ -60,8 +60,11 @@ def input_gradient_shape(context: LoweringContext, linear: Linear) -> GemmShape:
 
 
 def weight_gradient_shape(context: LoweringContext, linear: Linear) -> GemmShape:
-    """The GEMM of the weight gradient: added to the main gradient, or, where units are sharded, written out."""
-    accumulate = context.parallel.zero <= 1
+    """The GEMM of the weight gradient: added to the main gradient, or written out.
+
+    It is written out where units are sharded, and without ``gradient_accumulation_fusion``.
+    """
+    accumulate = context.parallel.zero <= 1 and context.training.gradient_accumulation_fusion
     return GemmShape(
         linear.outputs,
         linear.inputs,
@@ -72,6 +75,13 @@ def weight_gradient_shape(context: LoweringContext, linear: Linear) -> GemmShape
         accumulate,
         linear.count,
     )
+
+
+def accumulated_type(context: LoweringContext) -> DType | None:
+    """Type of the main gradients to which the written-out gradients of linears are added; None if there is no need."""
+    training = context.training
+    added_later = context.parallel.zero <= 1 and not training.gradient_accumulation_fusion
+    return context.gradient_dtype if added_later else None
 
 
 def scale_bytes(context: LoweringContext, linear: Linear, layout: str) -> float:

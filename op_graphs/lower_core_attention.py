@@ -142,10 +142,23 @@ def kernel_forward(
     row = flash_forward(builder, context, sizes)
     output = builder.activation("attention_output", sizes.output_bytes, row)
     log_sum_exp = builder.activation("log_sum_exp", 4.0 * sizes.batch * sizes.length * sizes.heads, row)
+    inner = [log_sum_exp]
+    if context.copies_attention_output:
+        copied = builder.memory_bound(
+            "attention_output_copy",
+            OpKind.MEMCPY,
+            read=sizes.output_bytes,
+            written=sizes.output_bytes,
+            access="strided",
+            dtype=context.dtype,
+        )
+        inner.append(output)
+        output, row = builder.activation("attention_output", sizes.output_bytes, copied), copied
     if not keep:
-        builder.release(log_sum_exp, row)
+        for tensor in inner:
+            builder.release(tensor, row)
         return output, []
-    return output, [log_sum_exp]
+    return output, inner
 
 
 def kernel_backward(

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .graph import GemmShape
-from .linear import Linear, is_quantized_linear, weight_gradient_shape
+from .linear import Linear, accumulated_type, is_quantized_linear, weight_gradient_shape
 from .lower_dispatch import DISPATCHERS, Dispatcher, RoutedSizes
-from .lower_linear import forward_gemm, input_gradient_gemm, weight_gradient
+from .lower_linear import forward_gemm, input_gradient_gemm, run_weight_gradient, weight_gradient
 from .lower_mlp import Mlp, MlpSaved, mlp_backward, mlp_forward, recompute_mlp
 from .lower_quantization import quantize_gradient, quantize_input, weight_gradient_input
 from .lowering_context import LoweringContext
@@ -375,11 +375,11 @@ def _router_backward(
     parameter = context.module(layer, "mlp.router")
     router = Linear("router", parameter, hidden, moe.experts, sizes.tokens, quantized=False)
     shape = replace(weight_gradient_shape(context, router), dtype=dtype)
+    reads = (d_logits, normalized)
+    gemm = DeferredGemm(
+        "router_wgrad", shape, parameter, layer, builder.module, reads, 0.0, accumulated_type(context)
+    )
     if builder.deferred is not None:
-        builder.defer(
-            DeferredGemm("router_wgrad", shape, parameter, layer, builder.module, (d_logits, normalized))
-        )
-        return
-    row = builder.gemm("router_wgrad", shape, phase=Phase.BACKWARD_WEIGHT)
-    builder.gradient_rows[parameter] = row
-    builder.release(d_logits, row)
+        builder.defer(gemm)
+    else:
+        run_weight_gradient(builder, gemm, (d_logits,))

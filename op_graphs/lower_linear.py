@@ -21,6 +21,7 @@ from .linear import (
     Linear as Linear,
 )
 from .linear import (
+    accumulated_type,
     forward_shape,
     input_gradient_shape,
     is_quantized_linear,
@@ -38,7 +39,7 @@ from .lower_quantization import (
 )
 from .lowering_context import LoweringContext
 from .program import DeferredGemm, ProgramBuilder, Tensor
-from .vocabulary import Communication, Dimension, Phase
+from .vocabulary import Communication, Dimension, OpKind, Phase
 
 
 def gather_sequence(
@@ -222,29 +223,52 @@ def weight_gradient(
 
     It reads ``consumed``, which it releases, and ``borrowed``, which others release when it runs at once.
     """
-    shape = weight_gradient_shape(context, linear)
-    scales = scale_bytes(context, linear, "NT")
-    name = f"{linear.name}_wgrad"
+    gemm = DeferredGemm(
+        f"{linear.name}_wgrad",
+        weight_gradient_shape(context, linear),
+        linear.parameter,
+        builder.layer,
+        builder.module,
+        (*consumed, *borrowed),
+        scale_bytes(context, linear, "NT"),
+        accumulated_type(context),
+    )
     if builder.deferred is not None:
-        reads = (*consumed, *borrowed)
-        builder.defer(
-            DeferredGemm(name, shape, linear.parameter, builder.layer, builder.module, reads, scales)
-        )
-        return
-    row = builder.gemm(name, shape, scale_bytes=scales, phase=Phase.BACKWARD_WEIGHT)
-    builder.gradient_rows[linear.parameter] = row
+        builder.defer(gemm)
+    else:
+        run_weight_gradient(builder, gemm, consumed)
+
+
+def run_weight_gradient(builder: ProgramBuilder, gemm: DeferredGemm, consumed: Sequence[Tensor]) -> None:
+    """The GEMM of a weight gradient, which releases ``consumed``, and adding its result to the main gradient.
+
+    Without ``gradient_accumulation_fusion`` the gradient is a tensor of its own in the training dtype, which the hook
+    of Megatron-Core's DistributedDataParallel adds to the main gradient and drops.
+    """
+    row = builder.gemm(gemm.name, gemm.shape, scale_bytes=gemm.scale_bytes, phase=Phase.BACKWARD_WEIGHT)
     for tensor in consumed:
         builder.release(tensor, row)
+    if gemm.accumulates_in is not None:
+        elements = float(gemm.shape.m) * gemm.shape.n * gemm.shape.count
+        written, main = gemm.shape.output.itemsize * elements, gemm.accumulates_in.itemsize * elements
+        gradient = builder.temporary("weight_gradient", written, row)
+        row = builder.memory_bound(
+            f"{gemm.name}_accumulate",
+            OpKind.ELEMENTWISE,
+            read=written + main,
+            written=main,
+            dtype=gemm.accumulates_in,
+            phase=Phase.BACKWARD_WEIGHT,
+        )
+        builder.release(gradient, row)
+    builder.gradient_rows[gemm.parameter] = row
 
 
 def run_deferred(builder: ProgramBuilder, gemms: Sequence[DeferredGemm]) -> Iterator[None]:
     """Run the weight-gradient GEMMs a backward for the input put off; yields behind each."""
     for gemm in gemms:
         builder.layer, builder.module = gemm.layer, gemm.module
-        row = builder.gemm(gemm.name, gemm.shape, scale_bytes=gemm.scale_bytes)
-        builder.gradient_rows[gemm.parameter] = row
-        for tensor in gemm.reads:
-            builder.release(tensor, row)
+        run_weight_gradient(builder, gemm, gemm.reads)
         yield
 
 

@@ -185,6 +185,7 @@ class _ChunkLowering:
         weights = ShardedWeights(builder, self.rules, self._units()).with_buckets(self.buckets)
         vision: _VisionSaved | None = None
         embedding: EmbeddingSaved | PatchSaved | None = None
+        mask = self._attention_mask(builder)
         if chunk.has_embedding:
             vision, embedding, hidden = self._inputs_forward(builder, weights)
         else:
@@ -208,7 +209,17 @@ class _ChunkLowering:
             builder.output_row = builder.last_row if chunk.layers else builder.end_row
             # The output is handed to the next stage; the framework frees it once it is sent.
             builder.release(hidden, builder.output_row)
+        if mask is not None:
+            builder.release(mask, builder.last_row)
         return builder, _ForwardSaved(vision, embedding, blocks, head)
+
+    def _attention_mask(self, builder: ProgramBuilder) -> Tensor | None:
+        """The mask of the data loader, a byte a pair of tokens, which first and last stage hold during forward."""
+        training, chunk = self.context.training, self.chunk
+        if not training.attention_mask or not (chunk.has_embedding or chunk.has_head):
+            return None
+        size = float(training.micro_batch_size) * training.seq_len**2 / self.context.parallel.cp
+        return builder.allocate("attention_mask", size, 0, MemoryCategory.TEMPORARY)
 
     def _inputs_forward(
         self, builder: ProgramBuilder, weights: ShardedWeights

@@ -257,7 +257,12 @@ def _persistent(
     quantized = rules.quantized_weight_bytes(_parameters(chunks))
     buffers.append(PersistentBuffer("quantized_weights", quantized, MemoryCategory.WEIGHTS))
     buffers.append(PersistentBuffer("library_workspaces", workspace_bytes, MemoryCategory.TEMPORARY))
-    if not rules.accumulates_main_gradients:
+    buffers += _pipeline_buffers(context, chunks)
+    if not (
+        rules.accumulates_main_gradients
+        and context.training.gradient_accumulation_fusion
+        and context.libraries.transformer_engine
+    ):
         return [buffer for buffer in buffers if buffer.size]
     # Transformer Engine returns a dummy gradient to autograd where the GEMM already added the real one to the main
     # gradient, and keeps one for each distinct weight shape (module/_common.py, get_dummy_wgrad).
@@ -271,3 +276,23 @@ def _persistent(
         for rows, columns in sorted(shapes)
     ]
     return [buffer for buffer in buffers if buffer.size]
+
+
+def _pipeline_buffers(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> list[PersistentBuffer]:
+    """What the pipeline loop of Megatron-Core holds on to (``pipeline_parallel/schedules.py``).
+
+    The gradient a stage sends back stays referenced until the next one replaces it. With
+    ``--defer-embedding-wgrad-compute`` input and output gradient of the head are kept for as many microbatches as the
+    limit says, and the head's weight gradient is made at the end, in a tensor of its own.
+    """
+    training, buffers = context.training, []
+    if context.parallel.pp > 1 and not any(chunk.chunk.has_embedding for chunk in chunks):
+        buffers.append(
+            PersistentBuffer("sent_gradient", round(context.hidden_bytes), MemoryCategory.COMMUNICATION)
+        )
+    if training.deferred_head_gradients is not None and any(chunk.chunk.has_head for chunk in chunks):
+        kept = min(training.deferred_head_gradients, training.num_microbatches)
+        size = kept * context.token_bytes(context.local_vocab)
+        size += context.item * context.local_vocab * context.model.hidden_size
+        buffers.append(PersistentBuffer("deferred_head_gradients", round(size), MemoryCategory.TEMPORARY))
+    return buffers

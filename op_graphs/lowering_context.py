@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .imbalance import BALANCED, RankLoad
 from .model import ModelDescription
-from .plan import OverlapPlan, ParallelPlan, TrainingPlan
+from .plan import LibraryPlan, OverlapPlan, ParallelPlan, TrainingPlan
 from .precision import PrecisionRecipe
 from .program import GraphNames
 from .vocabulary import Dimension, DType
@@ -29,6 +29,9 @@ class LoweringContext:
     """Rank that holds the other copy of this rank's parameters, in a schedule with two copies of the model."""
     load: RankLoad = BALANCED
     """What this rank does relative to a balanced one."""
+    libraries: LibraryPlan = field(default_factory=LibraryPlan)
+    copies_attention_output: bool = False
+    """Whether the output of fused attention is copied into the layout of the linears (``tracesim.lowering``)."""
     module_prefix: str = ""
     """Path before every module: that of a model inside the model."""
 

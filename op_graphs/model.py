@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-Activation = Literal["swiglu", "geglu", "gelu"]
+Activation = Literal["swiglu", "geglu", "gelu", "squared_relu"]
 Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rotary", "learned", "none"]
 WindowKind = Literal["sliding", "chunked"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal
 
 from .vocabulary import Dimension, DType
 
@@ -68,6 +69,24 @@ class OptimizerDTypes:
     moments: DType = DType.FP32
 
 
+CrossEntropy = Literal["unfused", "native", "te"]
+"""Kernels of the loss: Megatron-Core's one by one, the same compiled together (``--cross-entropy-fusion-impl native``),
+or Transformer Engine's, which works in place on the logits."""
+
+
+@dataclass(frozen=True)
+class LibraryPlan:
+    """Which libraries run a step, where it decides what they allocate for themselves."""
+
+    transformer_engine: bool = True
+    """Whether linears are Transformer Engine's; else Megatron-Core's own on cuBLAS (``--transformer-impl local``)."""
+    deterministic: bool = False
+    """Whether only kernels with reproducible results may run (``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``), which on
+    Blackwell leaves FlashAttention 2 in place of cuDNN's attention; its time is not told apart."""
+    cublas_workspace_kib: int | None = None
+    """What ``CUBLAS_WORKSPACE_CONFIG`` gives cuBLAS for each thread and stream; None is PyTorch's default."""
+
+
 @dataclass(frozen=True)
 class TrainingPlan:
     """Batch, precision and optimizer of a step."""
@@ -86,7 +105,13 @@ class TrainingPlan:
     optimizer: str = "adam"
     optimizer_dtypes: OptimizerDTypes = field(default_factory=OptimizerDTypes)
     recompute: Recompute = field(default_factory=Recompute)
-    cross_entropy_fusion: bool = False
+    cross_entropy: CrossEntropy = "unfused"
+    gradient_accumulation_fusion: bool = True
+    """Whether the GEMM of a weight gradient adds to the main gradient itself; else it makes a gradient of its own."""
+    deferred_head_gradients: int | None = None
+    """Microbatches whose weight gradient of the output head waits for the end of the pipeline; None: no such thing."""
+    attention_mask: bool = False
+    """Whether the data loader makes a mask for every sequence, of a byte a pair of tokens."""
     attention: str = "flash"
     """``flash`` (the machine's best fused kernel, scores never stored), ``flash-2`` or ``flash-1`` (a FlashAttention of
     that generation), or ``unfused`` (score matrix kept)."""

@@ -116,6 +116,8 @@ class DeferredGemm:
     """Buffers it reads, released behind it."""
     scale_bytes: float = 0.0
     """Bytes of block scales it reads."""
+    accumulates_in: DType | None = None
+    """Type of the main gradient to which its result is added afterwards; None if it writes where it belongs."""
 
 
 class ProgramBuilder:

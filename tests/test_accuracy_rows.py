@@ -50,7 +50,10 @@ def fake_report(scenario):
         "iteration_time_ms": scenario.model.layers * scenario.training.num_microbatches + 5.0,
         "peak_allocated_gib": 10.0,
         "peak_reserved_gib": 12.0,
-        "stages": [{"optimizer_ms": 5.0}],
+        "stages": [
+            {"optimizer_ms": 5.0, "peak_allocated_gib": 10.0 - stage, "peak_reserved_gib": 12.0}
+            for stage in range(scenario.parallel.pp)
+        ],
     }
 
 
@@ -379,6 +382,76 @@ def test_dense_rows_of_the_known_sources_are_expressed(shared_data):
     assert rows["vtrain-ground-truth"] == 443
     assert all(row.reason for row in skipped)
     json.dumps(as_document(results, skipped), allow_nan=False)
+
+
+GOLDEN = {
+    "source": "megatron-golden",
+    "table": "gpt/some_test/golden_values_dev_dgx_a100.json",
+    "gpu": "A100-80GB",
+    "num_gpus": 8,
+    "env": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    "megatron_args_full": {
+        "num-layers": 12,
+        "hidden-size": 512,
+        "num-attention-heads": 8,
+        "seq-length": 1024,
+        "max-position-embeddings": 1024,
+        "micro-batch-size": 4,
+        "global-batch-size": 32,
+        "bf16": True,
+        "pipeline-model-parallel-size": 4,
+        "attention-backend": "unfused",
+    },
+    "metrics": {"peak_alloc_gib": 2.5, "iter_time_s_median": 0.2},
+}
+
+
+def test_memory_of_an_argument_list_is_that_of_the_last_stage_and_its_time_is_not_compared(tmp_path):
+    results, skipped = evaluate([write_rows(tmp_path / "golden.json", [GOLDEN])], fake_report)
+    assert skipped == []
+    assert results[0].figures == {"allocated": (2.5, 7.0)}
+    scenario = expressed(GOLDEN, tmp_path).scenario
+    assert (scenario.parallel.dp, scenario.libraries.cublas_workspace_kib) == (2, 32768)
+
+
+@pytest.mark.parametrize(
+    ("table", "allowed", "attention"),
+    [
+        ("gpt/test/golden_values_dev_dgx_a100.json", 0, "flash"),
+        ("gpt/test/golden_values_lts_dgx_a100.json", 0, "unfused"),
+        ("gpt/test/golden_values_lts_dgx_a100.json", 1, "flash"),
+    ],
+)
+def test_the_attention_that_a_container_takes_by_itself(table, allowed, attention, tmp_path):
+    arguments = {
+        key: value for key, value in GOLDEN["megatron_args_full"].items() if key != "attention-backend"
+    }
+    row = {
+        **GOLDEN,
+        "table": table,
+        "megatron_args_full": arguments,
+        "env": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": allowed},
+    }
+    assert expressed(row, tmp_path).scenario.training.attention == attention
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"num_gpus": None, "table": "gpt/a_release/x.json"},
+            "does not say how many GPUs the release test ran on",
+        ),
+        (
+            {"megatron_args_full__perform-rl-step": True},
+            "--perform-rl-step: alternates training with generation",
+        ),
+        ({"megatron_args_full__num-layers": 13}, "does not fit the 13 layers"),
+    ],
+)
+def test_argument_lists_that_do_not_determine_the_memory(changes, reason, tmp_path):
+    with pytest.raises(RowSkippedError, match=reason):
+        expressed(changed(GOLDEN, **changes), tmp_path)
 
 
 @pytest.mark.shared_data

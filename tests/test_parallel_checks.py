@@ -47,7 +47,10 @@ from tests.scenario_mappings import problems_of, scenario
             "parallel.cp_comm: p2p (default) cannot run the attention windows of gpt-oss-20b; use a2a or allgather",
         ),
         ({"parallel__zero": 2}, "parallel.zero: 2 (from scenario) scatters gradients after every microbatch"),
-        ({"parallel__hsdp_shard": 8}, "needs zero: 3, zero is 1; leave it out"),
+        (
+            {"parallel__hsdp_shard": 8, "parallel__zero": 0},
+            "needs something that is sharded, zero is 0; leave it out",
+        ),
         (
             {"parallel__hsdp_shard": 3, "parallel__zero": 3},
             "parallel.hsdp_shard: 3 (from scenario) does not divide the dp * cp = 8 data-parallel ranks; nearest: 2",

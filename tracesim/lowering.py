@@ -22,6 +22,7 @@ from .errors import ScenarioError
 from .memory.workspaces import library_workspace_bytes
 from .scenario import Scenario
 
+_HOPPER, _BLACKWELL = 90, 100
 _MAXIMUM_OPERATIONS = 20_000_000
 """About ten GB of memory and two minutes; a step of a 405 B model with 64 microbatches has half a million."""
 
@@ -47,6 +48,21 @@ def lower_scenario(scenario: Scenario, level: Level = "most") -> OpGraph:
     else:
         schedule = add_communication(schedule)
     return assemble(programs, schedule, scenario.overlap, names)
+
+
+def _copies_attention_output(scenario: Scenario) -> bool:
+    """Whether Transformer Engine copies the output of attention: [batch, sequence, ...] to [sequence, batch, ...].
+
+    FlashAttention writes the first layout and keeps it for its backward, the linears read the second; with one sequence
+    a microbatch both are the same. cuDNN's kernels, which Transformer Engine prefers from Hopper on, write the second
+    (``pytorch/attention``, ``backends.py`` and ``utils.py``).
+    """
+    kernel, libraries = scenario.training.attention, scenario.libraries
+    capability = scenario.hardware.compute_capability
+    if not libraries.transformer_engine or scenario.training.micro_batch_size == 1:
+        return False
+    without_cudnn = capability < _HOPPER or (libraries.deterministic and capability >= _BLACKWELL)
+    return kernel.startswith("flash-") or (kernel == "flash" and without_cudnn)
 
 
 def _check_operations(programs: Sequence[RankPrograms], schedule: Schedule) -> None:
@@ -81,6 +97,8 @@ def _lower_rank(
         parallel=parallel,
         training=scenario.training,
         overlap=scenario.overlap,
+        libraries=scenario.libraries,
+        copies_attention_output=_copies_attention_output(scenario),
         names=names,
         rank=loads.rank(parallel, pipeline_rank, level),
         copy_rank=mirrored,
@@ -101,5 +119,7 @@ def _lower_rank(
             has_head=part == len(layers) - 1,
         )
         chunks.append(lower_chunk(context, chunk))
-    workspaces = library_workspace_bytes(scenario.hardware, grouped=scenario.model.moe is not None)
+    workspaces = library_workspace_bytes(
+        scenario.hardware, scenario.libraries, grouped=scenario.model.moe is not None
+    )
     return lower_rank(context, chunks, workspaces)

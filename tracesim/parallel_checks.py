@@ -129,8 +129,8 @@ def check_sharding(parallel: ParallelPlan, problems: Problems) -> None:
     shard = parallel.hsdp_shard
     if shard is None:
         return
-    if parallel.zero != 3:
-        problems.add("parallel.hsdp_shard", shard, f"needs zero: 3, zero is {parallel.zero}; leave it out")
+    if parallel.zero == 0:
+        problems.add("parallel.hsdp_shard", shard, "needs something that is sharded, zero is 0; leave it out")
     elif parallel.data_parallel_size % shard:
         ranks = parallel.data_parallel_size
         fitting = [divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0]

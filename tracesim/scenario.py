@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ import yaml
 
 from hardware_profiles.profile import HardwareProfile
 from op_graphs.model import ModelDescription
-from op_graphs.plan import OverlapPlan, ParallelPlan, Recompute, TrainingPlan
+from op_graphs.plan import LibraryPlan, OverlapPlan, ParallelPlan, Recompute, TrainingPlan
 
 from .errors import ScenarioError
 from .imbalance_fields import imbalance_mapping, read_routing, read_sequence_lengths
 from .precision_fields import precision_mapping, read_optimizer_dtypes, recipe_name
 from .scenario_checks import Draft, check_combinations, resolve_microbatches
 from .scenario_fields import (
+    CROSS_ENTROPIES,
     DTYPES,
     FIELDS,
     REDUCE_DTYPES,
@@ -56,6 +57,7 @@ class Scenario:
     schedule: str
     """Name of a pipeline schedule, or the absolute path of a schedule CSV file."""
     overlap: OverlapPlan
+    libraries: LibraryPlan = field(default_factory=LibraryPlan)
 
     @property
     def global_batch_size(self) -> int:
@@ -112,13 +114,17 @@ def scenario_to_mapping(scenario: Scenario) -> dict[str, Any]:
             "grad_reduce_dtype": training.grad_reduce_dtype.name.lower(),
             "optimizer": training.optimizer,
             "recompute": _recompute_mapping(training.recompute),
-            "cross_entropy_fusion": training.cross_entropy_fusion,
+            "cross_entropy_fusion": _loss_name(training.cross_entropy),
+            "gradient_accumulation_fusion": training.gradient_accumulation_fusion,
+            "deferred_head_gradients": training.deferred_head_gradients,
+            "attention_mask": training.attention_mask,
             "attention": training.attention,
             "images_per_sample": training.images_per_sample,
             **imbalance_mapping(training),
         },
         "schedule": scenario.schedule,
         "overlap": dataclasses.asdict(overlap),
+        "libraries": dataclasses.asdict(scenario.libraries),
     }
 
 
@@ -164,7 +170,8 @@ def _build(raw: Mapping[str, Any], folder: Path, stem: str | None, problems: Pro
     name = _name(raw.get("name"), stem, draft, problems)
     if model is None or hardware is None:
         return None
-    return Scenario(name, model, hardware, parallel, draft.training, draft.schedule, draft.overlap)
+    libraries = LibraryPlan(**sections["libraries"])
+    return Scenario(name, model, hardware, parallel, draft.training, draft.schedule, draft.overlap, libraries)
 
 
 def _training(
@@ -192,7 +199,10 @@ def _training(
         optimizer=values["optimizer"],
         optimizer_dtypes=read_optimizer_dtypes(values["optimizer_dtypes"], problems),
         recompute=read_recompute(values["recompute"], problems),
-        cross_entropy_fusion=values["cross_entropy_fusion"],
+        cross_entropy=CROSS_ENTROPIES[values["cross_entropy_fusion"]],
+        gradient_accumulation_fusion=values["gradient_accumulation_fusion"],
+        deferred_head_gradients=values["deferred_head_gradients"],
+        attention_mask=values["attention_mask"],
         attention=values["attention"],
         images_per_sample=values["images_per_sample"],
         routing=read_routing(values["routing"], folder, problems),
@@ -230,6 +240,11 @@ def _name(value: object, stem: str | None, draft: Draft, problems: Problems) -> 
     elif "/" in value or "\\" in value:
         problems.add("name", value, "must not hold / or \\ because output files are named after it")
     return str(value)
+
+
+def _loss_name(kernels: str) -> bool | str:
+    """What ``training.cross_entropy_fusion`` says for these kernels."""
+    return next(name for name, meant in CROSS_ENTROPIES.items() if meant == kernels)  # type: ignore[return-value]
 
 
 def _recompute_mapping(recompute: Recompute) -> str | dict[str, Any]:

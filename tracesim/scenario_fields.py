@@ -14,7 +14,14 @@ from typing import Any
 from op_graphs.lower_context_parallel import ALGORITHMS
 from op_graphs.lower_dispatch import DISPATCHERS
 from op_graphs.optimizers import OPTIMIZERS
-from op_graphs.plan import OverlapPlan, ParallelPlan, Recompute, TrainingPlan
+from op_graphs.plan import (
+    CrossEntropy,
+    LibraryPlan,
+    OverlapPlan,
+    ParallelPlan,
+    Recompute,
+    TrainingPlan,
+)
 from op_graphs.vocabulary import DType
 from schedules.registry import schedule_names
 
@@ -32,6 +39,9 @@ DTYPES: dict[str, DType] = {
     **dict.fromkeys(LOW_PRECISION, DType.BF16),
 }
 """Type of weights and activations by the name of a training precision."""
+CROSS_ENTROPIES: dict[object, CrossEntropy] = {False: "unfused", "native": "native", True: "te"}
+"""Kernels of the loss by what ``training.cross_entropy_fusion`` says."""
+LOSS_NAMES = ("true", "false", "native")
 REDUCE_DTYPES = {"fp32": DType.FP32, "bf16": DType.BF16, "fp16": DType.FP16}
 
 
@@ -83,7 +93,7 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-_PARALLEL, _TRAINING, _OVERLAP = ParallelPlan(), TrainingPlan(), OverlapPlan()
+_PARALLEL, _TRAINING, _OVERLAP, _LIBRARIES = ParallelPlan(), TrainingPlan(), OverlapPlan(), LibraryPlan()
 
 FIELDS: dict[str, dict[str, FieldRule]] = {
     "parallel": {
@@ -127,7 +137,15 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         # Read by tracesim.precision_fields.
         "optimizer_dtypes": FieldRule("", lambda value: True, None),
         "recompute": FieldRule("", lambda value: True, "none"),
-        "cross_entropy_fusion": _flag(_TRAINING.cross_entropy_fusion),
+        "cross_entropy_fusion": FieldRule(
+            f"must be {', '.join(LOSS_NAMES)}",
+            lambda value: isinstance(value, (bool, str)) and value in CROSS_ENTROPIES,
+            False,
+            ("native",),
+        ),
+        "gradient_accumulation_fusion": _flag(_TRAINING.gradient_accumulation_fusion),
+        "deferred_head_gradients": _optional_count(),
+        "attention_mask": _flag(_TRAINING.attention_mask),
         "attention": _choice(_TRAINING.attention, ("flash", "flash-2", "flash-1", "unfused")),
         "images_per_sample": _count(_TRAINING.images_per_sample),
         # Read by tracesim.imbalance_fields.
@@ -141,6 +159,11 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "tp": _flag(_OVERLAP.tp),
         "ep": _flag(_OVERLAP.ep),
         "contention": _flag(_OVERLAP.contention),
+    },
+    "libraries": {
+        "transformer_engine": _flag(_LIBRARIES.transformer_engine),
+        "deterministic": _flag(_LIBRARIES.deterministic),
+        "cublas_workspace_kib": _optional_count(1 << 24),
     },
 }
 _OTHER_NAMES = {
@@ -158,7 +181,7 @@ _OTHER_NAMES = {
     "precision": "dtype",
 }
 """What other tools call a key, by its beginning."""
-TOP_KEYS = ("name", "model", "hardware", "parallel", "training", "schedule", "overlap")
+TOP_KEYS = ("name", "model", "hardware", "parallel", "training", "schedule", "overlap", "libraries")
 RECOMPUTE_KEYS = ("modules", "layers", "method", "every", "keep")
 
 

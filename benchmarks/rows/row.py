@@ -47,6 +47,8 @@ class MeasuredRow:
     reserved_gib: float | None = None
     smaller: Scenario | None = None
     layers_between: int = 1
+    memory_stage: int | None = None
+    """Pipeline stage whose memory was measured; None where it is the largest of all."""
     notes: tuple[str, ...] = field(default=())
     """What was taken from the source as a whole rather than from the row."""
 

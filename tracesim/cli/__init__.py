@@ -12,6 +12,7 @@ from .analyze import analyze
 from .convert import convert
 from .errors import USER_ERRORS, report_error, report_usage_error
 from .hardware import hardware
+from .import_megatron import import_megatron_command
 from .models import models
 from .replay import replay
 from .run import run, scenarios
@@ -79,6 +80,7 @@ for _command in (
     scenarios,
     models,
     hardware,
+    import_megatron_command,
     read,
     analyze,
     replay,

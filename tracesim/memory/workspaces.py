@@ -1,33 +1,39 @@
 """Memory that libraries take from the framework's allocator for themselves, by machine.
 
 It counts inside ``torch.cuda.max_memory_allocated``. cuBLAS keeps a workspace for each pair of thread and stream, of
-which training has two (the forward and the autograd thread): 32 MiB each on Hopper and later, 8.125 MiB before
-(PyTorch ``ATen/cuda/CublasHandlePool.cpp``). Transformer Engine keeps one more: 32 MiB on Hopper and later, 4 MiB
-before (``pytorch/module/base.py``, ``get_cublas_workspace_size_bytes``), and four more of the same for the streams of
-its grouped GEMM. The CUDA context and NCCL's buffers are not
-allocated by the framework and do not count.
+which training has two (the forward and the autograd thread): what ``CUBLAS_WORKSPACE_CONFIG`` says, else 32 MiB on
+Hopper and later and 8.125 MiB before (PyTorch ``ATen/cuda/CublasHandlePool.cpp``). Transformer Engine keeps one more:
+32 MiB on Hopper and later, 4 MiB before (``pytorch/module/base.py``, ``get_cublas_workspace_size_bytes``), and four
+more of the same for the streams of its grouped GEMM. The CUDA context and NCCL's buffers are not allocated by the
+framework and do not count.
 """
 
 from __future__ import annotations
 
 from hardware_profiles.profile import HardwareProfile
+from op_graphs.plan import LibraryPlan
 
 _MIB = 2**20
 _HOPPER = 90
 _CUBLAS_THREADS = 2
-
-
 _GROUPED_STREAMS = 4
 
 
-def library_workspace_bytes(profile: HardwareProfile, *, grouped: bool = False) -> int:
+def library_workspace_bytes(
+    profile: HardwareProfile, libraries: LibraryPlan | None = None, *, grouped: bool = False
+) -> int:
     """Bytes of cuBLAS and Transformer Engine workspaces on a machine; 0 where neither library exists.
 
     ``grouped`` counts those of grouped GEMMs too.
     """
     if profile.compute_capability <= 0:
         return 0
+    libraries = libraries or LibraryPlan()
     is_hopper = profile.compute_capability >= _HOPPER
     cublas = 32 * _MIB if is_hopper else 8 * _MIB + _MIB // 8
-    engine = 32 * _MIB if is_hopper else 4 * _MIB
-    return _CUBLAS_THREADS * cublas + engine * (1 + (_GROUPED_STREAMS if grouped else 0))
+    if libraries.cublas_workspace_kib is not None:
+        cublas = libraries.cublas_workspace_kib * 1024
+    engine = 0
+    if libraries.transformer_engine:
+        engine = (32 if is_hopper else 4) * _MIB * (1 + (_GROUPED_STREAMS if grouped else 0))
+    return _CUBLAS_THREADS * cublas + engine

@@ -1,0 +1,127 @@
+"""An argument list of Megatron-LM with typed access: what was asked for is known, and what is wrong is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_YES, _NO = ("true", "yes", "on"), ("false", "no", "off", "none", "null")
+
+
+def argument_name(key: object) -> str:
+    """An argument as its command-line flag spells it, without the dashes in front: ``num_layers`` is ``num-layers``."""
+    return str(key).lstrip("-").replace("_", "-")
+
+
+@dataclass
+class Arguments:
+    """Arguments by name; absent, ``null`` and ``false`` are the same, as for a flag that is not given."""
+
+    values: Mapping[str, Any]
+    problems: list[str] = field(default_factory=list)
+    """What is wrong, an argument a line."""
+    assumed: list[str] = field(default_factory=list)
+    """What the arguments leave open, and what was taken."""
+    asked: set[str] = field(default_factory=set)
+    """Names that were looked up, whether they are given or not."""
+
+    @classmethod
+    def of(cls, values: Mapping[Any, Any]) -> Arguments:
+        """Arguments whose names may be written in any of Megatron's ways."""
+        return cls({argument_name(key): _plain(value) for key, value in values.items()})
+
+    def get(self, name: str) -> Any:  # noqa: ANN401 - a value of an argument list
+        """The value of an argument, None if it is not given."""
+        self.asked.add(name)
+        value = self.values.get(name)
+        return None if value is False else value
+
+    def given(self, name: str) -> bool:
+        """Whether an argument is given at all."""
+        return self.get(name) is not None
+
+    def flag(self, name: str) -> bool:
+        """Whether a switch is set."""
+        value = self.get(name)
+        if value not in (None, True):
+            self.refuse(name, "is a switch, it takes no value")
+        return value is not None
+
+    def count(self, name: str, default: int | None = None) -> int | None:
+        """A whole number from 1."""
+        value = self.get(name)
+        if value is None:
+            return default
+        number = _whole(value)
+        if number is None or number < 1:
+            self.refuse(name, "must be a whole number from 1")
+            return default
+        return number
+
+    def required(self, name: str) -> int:
+        """A whole number from 1 without which there is no scenario; 1 where it is missing, which is noted."""
+        found = self.count(name)
+        if found is None and self.get(name) is None:
+            self.problems.append(f"--{name} is missing")
+        return found or 1
+
+    def number(self, name: str, default: float) -> float:
+        """A number."""
+        value = self.get(name)
+        if value is None:
+            return default
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            self.refuse(name, "must be a number")
+            return default
+
+    def text(self, name: str, default: str = "") -> str:
+        """A word or text."""
+        value = self.get(name)
+        return default if value is None else str(value)
+
+    def choice(self, name: str, default: str, choices: Mapping[str, str]) -> str:
+        """What a word stands for in ``choices``."""
+        value = self.text(name, default)
+        if value not in choices:
+            self.refuse(name, f"must be one of {', '.join(choices)} to be simulated")
+            return choices[default]
+        return choices[value]
+
+    def words(self, name: str) -> list[str]:
+        """A list: several words behind a flag, or in brackets."""
+        value = self.get(name)
+        if value is None:
+            return []
+        items = (
+            value if isinstance(value, list | tuple) else str(value).strip("[]()").replace(",", " ").split()
+        )
+        return [str(item) for item in items]
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Note that an argument cannot be simulated as it is."""
+        value = self.values.get(name)
+        shown = "" if value is True else f" {str(value)[:60]}"
+        self.problems.append(f"--{name}{shown}: {reason}")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, str):
+        word = value.strip()
+        if word.lower() in _YES:
+            return True
+        return None if word.lower() in _NO else word
+    return value
+
+
+def _whole(value: object) -> int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    try:
+        return int(str(value))
+    except ValueError:
+        return None

@@ -1,0 +1,100 @@
+"""From an argument list to a scenario; nothing that changes a step is left out silently."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ScenarioError
+from .argument_table import REFUSED, has_no_effect, nearest
+from .arguments import Arguments, argument_name
+from .model_arguments import model_mapping
+from .plan_arguments import (
+    libraries_mapping,
+    overlap_mapping,
+    parallel_mapping,
+    schedule_name,
+    training_mapping,
+)
+
+
+@dataclass(frozen=True)
+class ImportedScenario:
+    """A scenario as ``load_scenario`` reads it, and what importing it took for granted."""
+
+    mapping: dict[str, Any]
+    assumed: tuple[str, ...]
+    """What the arguments leave open, and what was taken."""
+    without_effect: tuple[str, ...]
+    """Arguments that do not change what a step costs."""
+    left_out: tuple[str, ...]
+    """Arguments that the caller asked to leave out."""
+
+
+def import_megatron(
+    values: Mapping[Any, Any],
+    hardware: str | Mapping[str, Any],
+    *,
+    world_size: int | None = None,
+    vocab_size: int | None = None,
+    environment: Mapping[str, Any] | None = None,
+    is_bert: bool = False,
+    default_backend: str = "flash",
+    leave_out: Collection[str] = (),
+    name: str = "megatron",
+) -> ImportedScenario:
+    """The scenario of an argument list.
+
+    Args:
+        values: arguments by name, as flags or as YAML spells them; a switch is ``True``.
+        hardware: what the scenario says about the machine.
+        world_size: GPUs; without it as many as one data-parallel rank needs.
+        vocab_size: words of the tokenizer, before padding, where the arguments do not give them.
+        environment: environment variables of the run.
+        is_bert: ``pretrain_bert.py`` was run, not ``pretrain_gpt.py``.
+        default_backend: attention where no backend is named: ``flash`` or ``unfused``.
+        leave_out: arguments to ignore although they change the step or are unknown.
+        name: of the scenario.
+
+    Raises:
+        ScenarioError: with every argument that cannot be simulated or is unknown, one a line.
+    """
+    ignored = {argument_name(key) for key in leave_out}
+    arguments = Arguments.of(
+        {key: value for key, value in values.items() if argument_name(key) not in ignored}
+    )
+    plan = parallel_mapping(arguments, world_size)
+    model = model_mapping(arguments, vocab_size, is_bert=is_bert)
+    training = training_mapping(arguments, plan, default_backend)
+    mapping = {
+        "name": name,
+        "model": model,
+        "hardware": hardware,
+        "parallel": plan,
+        "training": training,
+        "schedule": schedule_name(arguments, plan),
+        "overlap": overlap_mapping(arguments, plan),
+        "libraries": libraries_mapping(arguments, environment or {}),
+    }
+    without_effect = _judge_the_rest(arguments)
+    if arguments.problems:
+        count = "a problem" if len(arguments.problems) == 1 else f"{len(arguments.problems)} problems"
+        raise ScenarioError("\n  ".join([f"the argument list has {count}:", *arguments.problems]))
+    return ImportedScenario(mapping, tuple(arguments.assumed), without_effect, tuple(sorted(ignored)))
+
+
+def _judge_the_rest(arguments: Arguments) -> tuple[str, ...]:
+    """Note arguments nothing asked for: known to have no effect, refused, or unknown."""
+    without_effect = []
+    for name, value in arguments.values.items():
+        if value is None or value is False:
+            continue
+        if name in REFUSED and name not in arguments.asked:
+            arguments.refuse(name, f"{REFUSED[name]}; --leave-out {name} imports the rest")
+        elif name not in arguments.asked and has_no_effect(name):
+            without_effect.append(name)
+        elif name not in arguments.asked:
+            advice = nearest(name, arguments.asked)
+            arguments.refuse(name, f"is not known{advice}; --leave-out {name} imports the rest")
+    return tuple(without_effect)

@@ -1,0 +1,277 @@
+"""The parallel plan, training settings, schedule and overlap that an argument list describes.
+
+What an argument implies for others is Megatron-LM's ``validate_args`` (``megatron/training/arguments.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from op_graphs.stage_layout import parse_layout
+
+from .arguments import Arguments
+
+_FP8 = {
+    "delayed": {"dtype": "fp8-tensorwise", "fp8_scaling": "delayed"},
+    "tensorwise": {"dtype": "fp8-tensorwise"},
+    "blockwise": {"dtype": "fp8-blockwise"},
+    "mxfp8": {"dtype": "mxfp8"},
+}
+_BACKENDS = {"flash": "flash", "fused": "flash", "auto": "flash", "unfused": "unfused", "local": "unfused"}
+_DISPATCHERS = {
+    "alltoall": "alltoall",
+    "allgather": "allgather",
+    "flex": "deepep",
+    "alltoall_seq": "alltoall",
+}
+_CP_COMM = {
+    "p2p": "p2p",
+    "a2a": "a2a",
+    "allgather": "allgather",
+    "all_gather": "allgather",
+    "a2a+p2p": "a2a+p2p",
+}
+_IMPLEMENTATIONS = {"transformer_engine": "transformer_engine", "local": "local"}
+_SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+
+def parallel_mapping(arguments: Arguments, world_size: int | None) -> dict[str, Any]:
+    """The ``parallel`` section; the data-parallel degree is what is left of ``world_size``."""
+    tp = arguments.count("tensor-model-parallel-size", 1) or 1
+    pp = arguments.count("pipeline-model-parallel-size", 1) or 1
+    cp = arguments.count("context-parallel-size", 1) or 1
+    block = tp * pp * cp
+    ranks = world_size or arguments.count("world-size") or block
+    if ranks % block:
+        arguments.problems.append(
+            f"tp * pp * cp = {tp} * {pp} * {cp} = {block} does not divide {ranks} GPUs; nearest: "
+            f"{max(block, ranks // block * block)}"
+        )
+    arguments.words("hierarchical-context-parallel-sizes")
+    plan: dict[str, Any] = {
+        "tp": tp,
+        "sp": arguments.flag("sequence-parallel") and tp > 1,
+        "cp": cp,
+        "cp_comm": arguments.choice("cp-comm-type", "p2p", _CP_COMM),
+        "pp": pp,
+        "dp": max(1, ranks // block),
+        "zero": _zero(arguments),
+        "order": "tp-cp-ep-pp-dp" if arguments.flag("use-tp-pp-dp-mapping") else "tp-cp-ep-dp-pp",
+        "first_stage_layers": arguments.count("decoder-first-pipeline-num-layers"),
+        "last_stage_layers": arguments.count("decoder-last-pipeline-num-layers"),
+        "layout": arguments.text("pipeline-model-parallel-layout") or None,
+    }
+    instances = arguments.count("num-distributed-optimizer-instances", 1) or 1
+    if instances > 1:
+        plan["hsdp_shard"] = max(1, plan["dp"] * cp // instances)
+    if arguments.count("num-experts") is not None:
+        plan["ep"] = arguments.count("expert-model-parallel-size", 1)
+        plan["etp"] = arguments.count("expert-tensor-parallel-size", tp)
+        plan["ep_dispatcher"] = arguments.choice("moe-token-dispatcher-type", "allgather", _DISPATCHERS)
+        arguments.text("moe-flex-dispatcher-backend")
+    else:
+        for name in (
+            "expert-model-parallel-size",
+            "expert-tensor-parallel-size",
+            "moe-token-dispatcher-type",
+        ):
+            arguments.get(name)
+    plan["vpp"] = _chunks(arguments, plan)
+    return plan
+
+
+def _zero(arguments: Arguments) -> int:
+    sharded = arguments.flag("use-distributed-optimizer")
+    if arguments.flag("use-torch-fsdp2"):
+        return 3
+    strategy = arguments.text("data-parallel-sharding-strategy")
+    if arguments.flag("use-megatron-fsdp") or arguments.flag("use-custom-fsdp"):
+        arguments.text("outer-dp-sharding-strategy")
+        if not strategy:
+            arguments.problems.append(
+                "--use-megatron-fsdp: --data-parallel-sharding-strategy is missing, which says what is sharded"
+            )
+            return 3
+        return _SHARDING.get(strategy, 3)
+    return int(sharded)
+
+
+def _chunks(arguments: Arguments, plan: Mapping[str, Any]) -> int:
+    """Model chunks of a rank."""
+    layers, pp = arguments.count("num-layers", 1) or 1, int(plan["pp"])
+    stages = arguments.count("num-virtual-stages-per-pipeline-rank")
+    each = arguments.count("num-layers-per-virtual-pipeline-stage")
+    if plan["layout"]:
+        return _layout_chunks(arguments, plan)
+    if stages:
+        return stages
+    if not each or pp == 1:
+        return 1
+    uneven = [plan[name] for name in ("first_stage_layers", "last_stage_layers") if plan[name]]
+    held: int = (layers - sum(uneven)) // max(1, pp - len(uneven)) if uneven else layers // pp
+    if held % each:
+        arguments.refuse(
+            "num-layers-per-virtual-pipeline-stage", f"does not divide the {held} layers of a pipeline rank"
+        )
+    return max(1, held // each)
+
+
+def _layout_chunks(arguments: Arguments, plan: Mapping[str, Any]) -> int:
+    try:
+        stages = len(parse_layout(plan["layout"]))
+    except ValueError as error:
+        arguments.refuse("pipeline-model-parallel-layout", str(error))
+        return 1
+    return max(1, stages // int(plan["pp"]))
+
+
+def training_mapping(arguments: Arguments, plan: Mapping[str, Any], default_backend: str) -> dict[str, Any]:
+    """The ``training`` section."""
+    micro = arguments.required("micro-batch-size")
+    fusion = arguments.choice("cross-entropy-fusion-impl", "native", {"native": "native", "te": "te"})
+    training: dict[str, Any] = {
+        "seq_len": arguments.required("seq-length"),
+        "micro_batch_size": micro,
+        "global_batch_size": arguments.count("global-batch-size", micro * plan["dp"]),
+        **_precision(arguments),
+        "optimizer": arguments.choice(
+            "optimizer",
+            "adam",
+            {"adam": "adam", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"},
+        ),
+        "recompute": _recompute(arguments),
+        "cross_entropy_fusion": {"te": True, "native": "native"}[fusion]
+        if arguments.flag("cross-entropy-loss-fusion")
+        else False,
+        "attention": _attention(arguments, default_backend),
+        "attention_mask": not arguments.flag("no-create-attention-mask-in-dataloader"),
+        "gradient_accumulation_fusion": not arguments.flag("no-gradient-accumulation-fusion"),
+    }
+    types = _optimizer_types(arguments)
+    if types:
+        training["optimizer_dtypes"] = types
+    if arguments.flag("defer-embedding-wgrad-compute"):
+        # Without a limit the gradients of all microbatches wait.
+        training["deferred_head_gradients"] = arguments.count("wgrad-deferral-limit", 1 << 20)
+    return training
+
+
+def uses_transformer_engine(arguments: Arguments) -> bool:
+    """Whether layers are built from Transformer Engine; ``pretrain_bert.py`` takes ``--spec local`` for not."""
+    stated = arguments.choice("transformer-impl", "transformer_engine", _IMPLEMENTATIONS)
+    spec = arguments.get("spec")
+    if spec not in (None, "local"):
+        arguments.refuse("spec", "names layers in code of its own")
+    return stated == "transformer_engine" and spec != "local"
+
+
+def _attention(arguments: Arguments, default_backend: str) -> str:
+    local = not uses_transformer_engine(arguments)
+    stated = arguments.text("attention-backend")
+    flash = arguments.flag("use-flash-attn")
+    arguments.flag("no-masked-softmax-fusion")
+    if stated:
+        return arguments.choice("attention-backend", "auto", _BACKENDS)
+    if local and not flash:
+        return "unfused"
+    if not flash:
+        arguments.assumed.append(f"no attention backend is named: {default_backend}")
+    return "flash" if flash else default_backend
+
+
+def _precision(arguments: Arguments) -> dict[str, Any]:
+    half = "bf16" if arguments.flag("bf16") else "fp16" if arguments.flag("fp16") else "fp32"
+    in_fp32 = arguments.flag("accumulate-allreduce-grads-in-fp32")
+    # bf16 implies gradients in fp32; fp16 does not.
+    gradients = "bf16" if arguments.flag("grad-reduce-in-bf16") else "fp32"
+    if half == "fp16" and not in_fp32:
+        gradients = "fp16"
+    precision: dict[str, Any] = {"dtype": half, "grad_reduce_dtype": gradients}
+    fp8, recipe = (
+        arguments.text("fp8-format") or arguments.text("fp8"),
+        arguments.text("fp8-recipe", "delayed"),
+    )
+    if fp8:
+        if recipe not in _FP8:
+            arguments.refuse("fp8-recipe", f"must be one of {', '.join(_FP8)} to be simulated")
+        precision |= _FP8.get(recipe, {})
+        precision["fp8_param_gather"] = arguments.flag("fp8-param-gather") or arguments.flag("fp8-param")
+        arguments.flag("reuse-grad-buf-for-mxfp8-param-ag")
+    if arguments.text("fp4-format"):
+        precision["dtype"] = "nvfp4"
+        arguments.text("fp4-recipe")
+    return precision
+
+
+def _optimizer_types(arguments: Arguments) -> dict[str, str]:
+    if not arguments.flag("use-precision-aware-optimizer"):
+        return {}
+    words = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+    master = arguments.choice("main-params-dtype", "fp32", words)
+    moments = {arguments.choice(name, "fp32", words) for name in ("exp-avg-dtype", "exp-avg-sq-dtype")}
+    arguments.text("main-grads-dtype")
+    if len(moments) > 1:
+        arguments.problems.append(
+            "--exp-avg-dtype and --exp-avg-sq-dtype differ; only one type for both is simulated"
+        )
+    return {"master": master, "moments": moments.pop()}
+
+
+def _recompute(arguments: Arguments) -> str | dict[str, Any]:
+    granularity = arguments.text("recompute-granularity")
+    if arguments.flag("recompute-activations"):
+        granularity = granularity or "selective"
+    modules = arguments.words("recompute-modules")
+    method, layers = arguments.text("recompute-method"), arguments.count("recompute-num-layers")
+    if granularity == "full":
+        if not method or layers is None:
+            arguments.refuse("recompute-granularity", "needs --recompute-method and --recompute-num-layers")
+        return {"method": method or "uniform", "layers": layers or 1}
+    if granularity == "selective":
+        return {"modules": modules or ["core_attn"]}
+    if granularity:
+        arguments.refuse("recompute-granularity", "must be full or selective")
+    return "none"
+
+
+def schedule_name(arguments: Arguments, plan: Mapping[str, Any]) -> str:
+    """The ``schedule`` of the scenario."""
+    overlapped = arguments.flag("overlap-moe-expert-parallel-comm")
+    delayed = arguments.flag("delay-wgrad-compute")
+    group = arguments.count("microbatch-group-size-per-virtual-pipeline-stage")
+    options = f":group={group}" if group and plan["vpp"] > 1 else ""
+    if overlapped:
+        return ("1f1b-overlap-wgrad" if delayed else "1f1b-overlap") + options
+    return f"interleaved-1f1b{options}" if plan["vpp"] > 1 else "1f1b"
+
+
+def overlap_mapping(arguments: Arguments, plan: Mapping[str, Any]) -> dict[str, bool]:
+    """The ``overlap`` section."""
+    off = arguments.flag("no-overlap-p2p-communication")
+    arguments.flag("overlap-p2p-communication-warmup-flush")
+    arguments.flag("overlap-param-gather-with-optimizer-step")
+    return {
+        "grad_reduce": arguments.flag("overlap-grad-reduce"),
+        "param_gather": arguments.flag("overlap-param-gather"),
+        "p2p": plan["vpp"] > 1 and not off,
+        "tp": arguments.flag("tp-comm-overlap"),
+        "ep": arguments.flag("overlap-moe-expert-parallel-comm"),
+    }
+
+
+def libraries_mapping(arguments: Arguments, environment: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``libraries`` section: whose linears run, and the workspace that cuBLAS is given."""
+    found: dict[str, Any] = {"transformer_engine": uses_transformer_engine(arguments)}
+    allowed = str(environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1"))
+    found["deterministic"] = arguments.flag("deterministic-mode") or allowed == "0"
+    config = environment.get("CUBLAS_WORKSPACE_CONFIG")
+    if config is not None:
+        parts = str(config).strip(":").split(":")
+        try:
+            pairs = [(int(size), int(times)) for size, times in zip(parts[::2], parts[1::2], strict=True)]
+        except ValueError:
+            arguments.problems.append(f"CUBLAS_WORKSPACE_CONFIG {config}: must be pairs such as :4096:8")
+            return found
+        found["cublas_workspace_kib"] = sum(size * times for size, times in pairs)
+    return found
