@@ -25,6 +25,7 @@ from .lower_core_attention import (
     kernel_forward,
 )
 from .lowering_context import LoweringContext
+from .overlap.registry import RING
 from .program import ProgramBuilder, Tensor
 from .vocabulary import Communication, Dimension, OpKind, Phase
 
@@ -145,7 +146,7 @@ def _ring_attention(
     builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes, steps: int, group: int
 ) -> tuple[Tensor, Tensor]:
     """Attention against each rank's keys in turn; returns the output and its log-sum-exp."""
-    part = sizes.part(steps)
+    part, placement = sizes.part(steps), RING.chosen(context.overlap.cp)
     arriving = -1
     output: Tensor | None = None
     received: Tensor | None = None
@@ -156,6 +157,7 @@ def _ring_attention(
             sending = _exchange(
                 builder, context, "ring_kv", Communication.SEND_RECEIVE, sizes.kv_bytes, group, after
             )
+            placement.behind_step(builder, sending)
         builder.wait_for(arriving)
         row = flash_forward(builder, context, part)
         if output is None:
@@ -183,7 +185,7 @@ def _ring_backward_kernels(
     builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes, steps: int, group: int
 ) -> Tensor:
     """Backward against each rank's keys in turn; keys and values travel on with the gradients they collected."""
-    part = sizes.part(steps)
+    part, placement = sizes.part(steps), RING.chosen(context.overlap.cp)
     d_qkv: Tensor | None = None
     received: Tensor | None = None
     arriving = -1
@@ -194,6 +196,7 @@ def _ring_backward_kernels(
             sending = _exchange(
                 builder, context, "ring_kv", Communication.SEND_RECEIVE, sizes.kv_bytes, group, after
             )
+            placement.behind_step(builder, sending)
         builder.wait_for(arriving)
         row = flash_backward(builder, context, part)
         if d_qkv is None:
@@ -203,6 +206,7 @@ def _ring_backward_kernels(
         gradient = _exchange(
             builder, context, "ring_kv_gradient", Communication.SEND_RECEIVE, sizes.kv_bytes, group
         )
+        placement.behind_step(builder, gradient)
         received = (
             builder.temporary("received_kv", 2 * sizes.kv_bytes, gradient) if step + 1 < steps else None
         )

@@ -1,10 +1,8 @@
 """Lowering of linears under tensor parallelism: the collectives in front of and behind their GEMMs.
 
 Column-parallel linears (QKV, FC1, head) read the whole hidden state: with sequence parallelism it is gathered first,
-and gathered again in backward for the weight gradient. With ``overlap.tp`` that gather runs beside the input-gradient
-GEMM, and the reduction of the input gradient beside the weight-gradient GEMM; without, compute waits for both, as it
-does where a GEMM that fills the device keeps the communication kernel out until its last wave. Row-parallel linears
-(projection, FC2) leave partial sums that are reduced behind them.
+and gathered again in backward for the weight gradient. Row-parallel linears (projection, FC2) leave partial sums that
+are reduced behind them. What of this runs beside what is the policy of ``overlap.tp`` (``op_graphs.overlap``).
 
 Under a low-precision recipe the operands are quantised in front of the GEMMs (``op_graphs.lower_quantization``), and
 what is gathered and kept are the quantised copies.
@@ -38,21 +36,24 @@ from .lower_quantization import (
     weight_gradient_input,
 )
 from .lowering_context import LoweringContext
+from .overlap import tensor_collectives
+from .overlap.policy import GemmEmitter, ReducedGemm, TensorPlacement
+from .overlap.registry import TENSOR
 from .program import DeferredGemm, ProgramBuilder, Tensor
-from .vocabulary import Communication, Dimension, OpKind, Phase
+from .vocabulary import OpKind, Phase
+
+
+def _placement(context: LoweringContext) -> TensorPlacement:
+    """How collectives of tensor parallelism lie beside GEMMs."""
+    return TENSOR.chosen(context.overlap.tp)
 
 
 def gather_sequence(
     builder: ProgramBuilder, context: LoweringContext, name: str, width: int | None = None
 ) -> int:
     """All-gather ``[tokens, width]`` (a hidden state by default) over the tensor-parallel ranks; returns the row."""
-    return builder.collective(
-        name,
-        Communication.ALL_GATHER,
-        context.token_bytes(width),
-        Dimension.TP,
-        context.group(Dimension.TP),
-        dtype=context.dtype,
+    return tensor_collectives.gather_sequence(
+        builder, context, name, context.token_bytes(width), context.dtype
     )
 
 
@@ -60,14 +61,7 @@ def reduce_partial_sums(
     builder: ProgramBuilder, context: LoweringContext, name: str, *, scatter: bool, width: int | None = None
 ) -> int:
     """Reduce ``[tokens, width]`` over the tensor-parallel ranks, scattered along the sequence or whole."""
-    return builder.collective(
-        f"{name}_{'reduce_scatter' if scatter else 'all_reduce'}",
-        Communication.REDUCE_SCATTER if scatter else Communication.ALL_REDUCE,
-        context.token_bytes(width),
-        Dimension.TP,
-        context.group(Dimension.TP),
-        dtype=context.dtype,
-    )
+    return tensor_collectives.reduce_sums(builder, context, name, context.token_bytes(width), scatter=scatter)
 
 
 def gathered_input(
@@ -92,28 +86,39 @@ def layer_linear(context: LoweringContext, layer: int, name: str) -> Linear:
 
 
 def linear_forward(
-    builder: ProgramBuilder, context: LoweringContext, linear: Linear, kept_for: Tensor | None = None
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    linear: Linear,
+    kept_for: Tensor | None = None,
+    emit: GemmEmitter | None = None,
 ) -> int:
-    """The forward GEMM of a linear behind the quantisation of its input; returns its row.
+    """The forward GEMM of a linear behind the quantisation of its input; returns its last row.
 
-    ``kept_for`` is the input, where a quantised copy of it is kept for the weight gradient.
+    ``kept_for`` is the input, where a quantised copy of it is kept for the weight gradient; ``emit`` as in
+    :func:`forward_gemm`.
     """
     if not is_quantized_linear(context, linear):
-        return forward_gemm(builder, context, linear)
+        return forward_gemm(builder, context, linear, emit)
     operand = quantize_input(builder, context, linear, float(linear.tokens * linear.inputs), kept_for)
-    row = forward_gemm(builder, context, linear)
+    row = forward_gemm(builder, context, linear, emit)
     if operand is not None:
         builder.release(operand, row)
     return row
 
 
-def forward_gemm(builder: ProgramBuilder, context: LoweringContext, linear: Linear) -> int:
-    """The forward GEMM of a linear on operands that are there, but for its weight; returns its row."""
+def forward_gemm(
+    builder: ProgramBuilder, context: LoweringContext, linear: Linear, emit: GemmEmitter | None = None
+) -> int:
+    """The forward GEMM of a linear on operands that are there, but for its weight; returns its last row.
+
+    ``emit`` adds it, whole or in pieces; by default the builder does.
+    """
     weight = prepare_weight(builder, context, linear) if is_quantized_linear(context, linear) else None
-    row = builder.gemm(
+    first = len(builder)
+    row = (emit or builder.gemm)(
         linear.name, forward_shape(context, linear), scale_bytes=scale_bytes(context, linear, "TN")
     )
-    builder.parameter_rows.setdefault(linear.parameter, row)
+    builder.parameter_rows.setdefault(linear.parameter, first)
     if weight is not None:
         builder.release(weight, row)
     return row
@@ -137,21 +142,31 @@ def column_parallel_forward(
         linear: the linear.
         source: its input, as it lies between the tensor-parallel blocks.
         keep_input: leave ``source`` to others, or to the backward pass; else it is released behind its reader.
-        keep_copy: with ``keep_input``, leave a quantised copy to the backward pass, which gets the same ``source``.
+        keep_copy: with ``keep_input``, leave a quantised or gathered copy to the backward pass, which gets the same
+            ``source``.
         width: columns that are gathered, if more than the inputs of the linear.
     """
     if is_quantized_linear(context, linear):
         return _quantized_column_forward(
             builder, context, linear, source, keep_input=keep_input, keep_copy=keep_copy, width=width
         )
-    gathered = gathered_input(builder, context, linear.name, width or linear.inputs)
-    if gathered is not None and not keep_input:
-        builder.release(source, len(builder) - 1)
-    row = forward_gemm(builder, context, linear)
-    if gathered is not None:
+    if not context.sequence_parallel:
+        row = forward_gemm(builder, context, linear)
+        if not keep_input:
+            builder.release(source, row)
+        return row
+    size = context.token_bytes(width or linear.inputs)
+    placement = _placement(context)
+    gather = placement.gather(builder, context, f"{linear.name}_all_gather", size, context.dtype)
+    gathered = builder.temporary("gathered_input", size, gather.row)
+    if not keep_input:
+        builder.release(source, gather.end)
+    row = forward_gemm(builder, context, linear, gather.gemm)
+    if keep_input and keep_copy and builder.keep_activations and not placement.gathers_again:
+        builder.promote(gathered, "gathered_input")
+        builder.keep_copy(source, linear.name, gathered)
+    else:
         builder.release(gathered, row)
-    elif not keep_input:
-        builder.release(source, row)
     return row
 
 
@@ -171,6 +186,7 @@ def _quantized_column_forward(
     sharded = context.sequence_parallel
     kept_for = source if keep_input and keep_copy and builder.keep_activations else None
     local = elements / context.tp if sharded else elements
+    emit: GemmEmitter | None = None
     operand = quantize_input(builder, context, linear, local, kept_for, sharded=sharded)
     if not keep_input:
         builder.release(source, builder.last_row)
@@ -179,30 +195,34 @@ def _quantized_column_forward(
         size = recipe.activation_size(elements) + context.token_bytes(
             (width or linear.inputs) - linear.inputs
         )
-        row = gather_quantized(builder, context, f"{linear.name}_all_gather", size)
+        name = f"{linear.name}_all_gather"
+        gather = _placement(context).gather(builder, context, name, size, recipe.element)
         if operand is not None:
-            builder.release(operand, row)
-        builder.wait_for(row)
-        operand = builder.temporary("gathered_input", size, row)
-    row = forward_gemm(builder, context, linear)
+            builder.release(operand, gather.end)
+        operand, emit = builder.temporary("gathered_input", size, gather.row), gather.gemm
+    row = forward_gemm(builder, context, linear, emit)
     if operand is not None:
         builder.release(operand, row)
     return row
 
 
-def input_gradient(builder: ProgramBuilder, context: LoweringContext, linear: Linear) -> Tensor:
-    """The GEMM of an input gradient; returns the gradient."""
-    row = input_gradient_gemm(builder, context, linear)
+def input_gradient(
+    builder: ProgramBuilder, context: LoweringContext, linear: Linear, emit: GemmEmitter | None = None
+) -> Tensor:
+    """The GEMM of an input gradient; returns the gradient. ``emit`` as in :func:`forward_gemm`."""
+    row = input_gradient_gemm(builder, context, linear, emit)
     size = context.item * linear.tokens * linear.inputs
     return builder.temporary(f"{linear.name}_input_gradient", size, row)
 
 
-def input_gradient_gemm(builder: ProgramBuilder, context: LoweringContext, linear: Linear) -> int:
-    """The GEMM of an input gradient on operands that are there, but for its weight; returns its row."""
+def input_gradient_gemm(
+    builder: ProgramBuilder, context: LoweringContext, linear: Linear, emit: GemmEmitter | None = None
+) -> int:
+    """The GEMM of an input gradient on operands that are there, but for its weight; returns its last row."""
     weight = None
     if is_quantized_linear(context, linear):
         weight = prepare_weight(builder, context, linear, backward=True)
-    row = builder.gemm(
+    row = (emit or builder.gemm)(
         f"{linear.name}_dgrad",
         input_gradient_shape(context, linear),
         scale_bytes=scale_bytes(context, linear, "NN"),
@@ -285,13 +305,18 @@ def row_parallel_forward(
     ``discard_input`` says that nothing but this linear reads ``source``, so a quantised copy may stand in for it.
     """
     kept = builder.keep_activations and is_quantized_linear(context, linear)
-    row = linear_forward(builder, context, linear, source if kept else None)
+    kept_for = source if kept else None
+    reduction: ReducedGemm | None = None
+    if context.tp > 1:
+        size, scatter = context.gathered_bytes, context.sequence_parallel
+        reduction = _placement(context).reduction(builder, context, linear.name, size, scatter=scatter)
+    row = linear_forward(builder, context, linear, kept_for, reduction.gemm if reduction else None)
     if kept and discard_input:
         builder.discard(source)
     partial = builder.temporary(f"{linear.name}_output", context.gathered_bytes, row)
-    if context.tp == 1:
+    if reduction is None:
         return partial
-    reduced = reduce_partial_sums(builder, context, linear.name, scatter=context.sequence_parallel)
+    reduced = reduction.finish()
     builder.wait_for(reduced)
     if not context.sequence_parallel:
         return partial
@@ -315,16 +340,17 @@ def linear_backward(
     in one of them. ``gathers`` says that ``d_output`` is a shard of the sequence, to be gathered first.
     """
     if not is_quantized_linear(context, linear):
+        emit: GemmEmitter | None = None
         if gathers:
-            row = gather_sequence(builder, context, f"{linear.name}_gradient_all_gather")
-            builder.wait_for(row)
-            gathered = builder.temporary("gathered_gradient", context.gathered_bytes, row)
+            name, size = f"{linear.name}_gradient_all_gather", context.gathered_bytes
+            gather = _placement(context).gather(builder, context, name, size, context.dtype)
+            gathered, emit = builder.temporary("gathered_gradient", size, gather.row), gather.gemm
             # The weight gradient reads the gathered gradient, not the shard it was gathered from.
             if d_output in consumed:
-                builder.release(d_output, row)
+                builder.release(d_output, gather.end)
             consumed = (gathered, *(tensor for tensor in consumed if tensor != d_output))
             borrowed = tuple(tensor for tensor in borrowed if tensor != d_output)
-        d_input = input_gradient(builder, context, linear)
+        d_input = input_gradient(builder, context, linear, emit)
         weight_gradient(builder, context, linear, consumed, borrowed)
         return d_input
     (source,) = (tensor for tensor in (*consumed, *borrowed) if tensor != d_output)
@@ -374,18 +400,19 @@ def column_parallel_backward(
     gathered: Tensor | None = None
     gather = -1
     if context.sequence_parallel:
+        gathered = builder.kept_copy(normalized, linear.name)
+    if context.sequence_parallel and gathered is None:
         gather = gather_sequence(builder, context, f"{linear.name}_input_all_gather", linear.inputs)
         gathered = builder.temporary("gathered_input", context.token_bytes(linear.inputs), gather)
-        if not context.overlap.tp:
+        if not _placement(context).beside_weights:
             builder.wait_for(gather)
-    d_input = input_gradient(builder, context, linear)
-    reduction = _reduce_input_gradient(builder, context, linear, gather)
+    d_input, reduction = _reduced_input_gradient(builder, context, linear, gather)
     if gathered is None:
         weight_gradient(builder, context, linear, (d_output, normalized))
     else:
         weight_gradient(builder, context, linear, (d_output, gathered))
         builder.release(normalized, builder.last_row)
-    return _reduced_input_gradient(builder, context, linear, d_input, reduction)
+    return _awaited_input_gradient(builder, context, linear, d_input, reduction)
 
 
 def _quantized_column_backward(
@@ -403,12 +430,9 @@ def _quantized_column_backward(
     if sharded:
         gather = gather_quantized(builder, context, f"{linear.name}_input_all_gather", size)
         operand = builder.temporary("gathered_input", size, gather)
-        if not context.overlap.tp:
+        if not _placement(context).beside_weights:
             builder.wait_for(gather)
-    d_input = input_gradient(builder, context, linear)
-    if gradient.rowwise is not None:
-        builder.release(gradient.rowwise, builder.last_row)
-    reduction = _reduce_input_gradient(builder, context, linear, gather)
+    d_input, reduction = _reduced_input_gradient(builder, context, linear, gather, gradient.rowwise)
     if sharded and recipe.transposes and recipe.copies > 1:
         row = transpose(builder, context, f"{linear.name}_input", size)
         builder.release(operand, row)
@@ -416,26 +440,40 @@ def _quantized_column_backward(
     weight_gradient(builder, context, linear, (gradient.columnwise, operand))
     for tensor in (d_output, source, *((shard,) if sharded else ())):
         builder.release(tensor, builder.last_row)
-    return _reduced_input_gradient(builder, context, linear, d_input, reduction)
-
-
-def _reduce_input_gradient(
-    builder: ProgramBuilder, context: LoweringContext, linear: Linear, gather: int
-) -> int:
-    """Launch the reduction of an input gradient; the next compute waits for it, or with overlap for the gather."""
-    if context.tp == 1:
-        return -1
-    name = f"{linear.name}_gradient"
-    scatter = context.sequence_parallel
-    reduction = reduce_partial_sums(builder, context, name, scatter=scatter, width=linear.inputs)
-    builder.wait_for(gather if context.overlap.tp else reduction)
-    return reduction
+    return _awaited_input_gradient(builder, context, linear, d_input, reduction)
 
 
 def _reduced_input_gradient(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    linear: Linear,
+    gather: int,
+    operand: Tensor | None = None,
+) -> tuple[Tensor, int]:
+    """An input gradient and the row of its reduction, -1 without one; ``operand`` is released behind the GEMM.
+
+    The next compute waits for the reduction, or with overlap for the gather that it reads.
+    """
+    placement = _placement(context)
+    reduced: ReducedGemm | None = None
+    if context.tp > 1:
+        name, size = f"{linear.name}_gradient", context.token_bytes(linear.inputs)
+        scatter = context.sequence_parallel
+        reduced = placement.gradient_reduction(builder, context, name, size, scatter=scatter)
+    d_input = input_gradient(builder, context, linear, reduced.gemm if reduced else None)
+    if operand is not None:
+        builder.release(operand, builder.last_row)
+    if reduced is None:
+        return d_input, -1
+    reduction = reduced.finish()
+    builder.wait_for(gather if placement.beside_weights else reduction)
+    return d_input, reduction
+
+
+def _awaited_input_gradient(
     builder: ProgramBuilder, context: LoweringContext, linear: Linear, d_input: Tensor, reduction: int
 ) -> Tensor:
-    if reduction >= 0 and context.overlap.tp:
+    if reduction >= 0 and _placement(context).beside_weights:
         builder.wait_for(reduction)
     if not context.sequence_parallel:
         return d_input

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from .linear import Linear
 from .lowering_context import LoweringContext
+from .overlap.tensor_collectives import gather_sequence
 from .precision import PrecisionRecipe
 from .program import ProgramBuilder, Tensor
 from .vocabulary import Communication, Dimension, DType, OpKind
@@ -186,14 +187,7 @@ def _operands(
 
 def gather_quantized(builder: ProgramBuilder, context: LoweringContext, name: str, size: float) -> int:
     """All-gather ``size`` bytes (whole) of quantised elements over the tensor-parallel ranks; returns the row."""
-    return builder.collective(
-        name,
-        Communication.ALL_GATHER,
-        size,
-        Dimension.TP,
-        context.group(Dimension.TP),
-        dtype=_recipe(context).element,
-    )
+    return gather_sequence(builder, context, name, size, _recipe(context).element)
 
 
 def prepare_weight(

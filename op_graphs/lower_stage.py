@@ -41,6 +41,7 @@ from .lower_vision import (
     vision_units,
 )
 from .lowering_context import LoweringContext
+from .overlap.registry import GRADIENTS, PARAMETERS
 from .parameters import ParameterTensor, parameters_on_stage
 from .program import Program, ProgramBuilder, Tensor
 from .unit_communication import GradientReduction, ShardedWeights
@@ -121,13 +122,15 @@ def lower_chunk(context: LoweringContext, chunk: Chunk) -> ChunkPrograms:
         etp=context.parallel.etp,
     )
     rules = DataParallelism(context)
-    buckets = rules.buckets(parameters, split=chunk.stage == 0 and context.overlap.grad_reduce)
+    in_backward = GRADIENTS.chosen(context.overlap.grad_reduce).in_backward
+    in_forward = PARAMETERS.chosen(context.overlap.param_gather).in_forward
+    buckets = rules.buckets(parameters, split=chunk.stage == 0 and in_backward)
     lowering = _ChunkLowering(context, chunk, rules, buckets)
     builder, saved = lowering.forward()
     forward = builder.build()
-    gathers = rules.zero >= 1 and not rules.reshards and context.overlap.param_gather
+    gathers = rules.zero >= 1 and not rules.reshards and in_forward
     always = tuple(filter(rules.reduces, buckets)) if rules.reduces_every_microbatch else ()
-    last = always or (tuple(filter(rules.reduces, buckets)) if context.overlap.grad_reduce else ())
+    last = always or (tuple(filter(rules.reduces, buckets)) if in_backward else ())
     split = lowering.backward(builder, saved, (), split=True)
     return ChunkPrograms(
         chunk=chunk,
@@ -289,12 +292,14 @@ class _ChunkLowering:
         With ``gathers`` each bucket is gathered, in order of use, before its first reader.
         """
         builder, _ = self.forward(first=True)
+        placement = PARAMETERS.chosen(self.context.overlap.param_gather)
+        readers: list[int] = []
         for bucket in filter(self.rules.gathers, reversed(self.buckets) if gathers else ()):
-            row = self.rules.emit_gather(builder, bucket, after=[])
-            for module in bucket.modules:
-                reader = builder.parameter_rows.get(module)
-                if reader is not None:
-                    builder.depend(reader, row)
+            row = self.rules.emit_gather(builder, bucket, after=placement.gather_after(readers))
+            found = (builder.parameter_rows.get(module) for module in bucket.modules)
+            readers = [reader for reader in found if reader is not None]
+            for reader in readers:
+                builder.depend(reader, row)
         return builder.build()
 
     # -- backward --------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from .data_parallel import DataParallelism
 from .lower_stage import ChunkPrograms
 from .lowering_context import LoweringContext
 from .optimizers import OPTIMIZERS
+from .overlap.registry import GRADIENTS, PARAMETERS
 from .parameters import ParameterTensor, elements_of
 from .precision import is_quantized
 from .program import Program, ProgramBuilder, Tensor
@@ -94,14 +95,15 @@ def _before(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> Progra
 def _after(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> Program:
     builder = ProgramBuilder(context.names, chunk=-1, phase=Phase.GRADIENT_SYNC)
     rules = DataParallelism(context)
-    if not context.overlap.grad_reduce and not rules.reduces_every_microbatch:
+    if not GRADIENTS.chosen(context.overlap.grad_reduce).in_backward and not rules.reduces_every_microbatch:
         for chunk in chunks:
             for bucket in filter(rules.reduces, chunk.buckets):
                 builder.wait_for(rules.emit_reduction(builder, bucket))
     builder.module = "optimizer"
     _reduce_replicated_gradients(builder, context, chunks)
     _optimizer_step(builder, context, chunks)
-    if rules.zero >= 1 and not rules.reshards and not context.overlap.param_gather:
+    gathers_later = not PARAMETERS.chosen(context.overlap.param_gather).in_forward
+    if rules.zero >= 1 and not rules.reshards and gathers_later:
         for chunk in chunks:
             # One collective for each kind of parameter; nothing is there to be hidden by finer buckets.
             for bucket in filter(

@@ -125,17 +125,18 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class OverlapPlan:
-    """Which communication may run beside compute.
+    """Which communication may run beside compute: at each point a policy of ``op_graphs.overlap.registry``, by name.
 
-    ``tp`` lets the tensor-parallel collectives of the backward pass run beside the GEMMs that do not need them;
-    those of the forward pass have nothing to run beside.
+    ``True`` and ``False`` stand for the policy that a point has for them.
     """
 
-    grad_reduce: bool = True
-    param_gather: bool = True
-    p2p: bool = True
-    tp: bool = False
-    ep: bool = False
+    grad_reduce: bool | str = True
+    param_gather: bool | str = True
+    p2p: bool | str = True
+    tp: bool | str = False
+    cp: bool | str = True
+    ep: bool | str = True
+    wgrad: bool | str = True
     contention: bool = False
     """Whether what runs at the same time on a device slows each other: SMs, memory and links are shared."""
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from .buckets import Bucket
 from .data_parallel import DataParallelism
+from .overlap.registry import GRADIENTS
 from .program import ProgramBuilder, Tensor
 from .vocabulary import MemoryCategory
 
@@ -18,6 +19,7 @@ class GradientReduction:
         self._rules = rules
         self._open = list(buckets)
         self._begin = 0
+        self._placement = GRADIENTS.chosen(rules.context.overlap.grad_reduce)
 
     def emit_complete(self) -> None:
         """Reduce every bucket whose last gradient the operations added since the last call complete."""
@@ -27,8 +29,7 @@ class GradientReduction:
                 continue
             self._open.remove(bucket)
             row = rules.emit_reduction(builder, bucket)
-            if not rules.context.overlap.grad_reduce:
-                builder.wait_for(row)
+            self._placement.behind_reduction(builder, row)
             if rules.reduces_every_microbatch:
                 # Whole gradients of the unit live from its first weight gradient until they are scattered.
                 size = rules.context.item * bucket.elements

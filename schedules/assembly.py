@@ -4,10 +4,7 @@ Each action of the schedule becomes a copy of its program, a segment; sends and 
 joined by a rendezvous. What is decided here is only order and waiting:
 
 - Compute of a rank runs in the order of its actions.
-- A receive is posted when the action before the one that needs it starts (``overlap.p2p``). Not overlapped, a send
-  blocks the compute behind it for as long as it transfers; its receive is there already, because frameworks without
-  overlap post both directions of an exchange together (Megatron-LM ``send_forward_recv_backward``,
-  ``send_forward_backward_recv_forward_backward``), so a send never blocks on a receive that is not posted yet.
+- When a transfer is posted and what waits for it is the policy of ``overlap.p2p`` (``op_graphs.overlap``).
 - The step ends with the programs that synchronise gradients and update weights, which wait for all streams.
 """
 
@@ -22,6 +19,8 @@ from op_graphs.columns import Int64
 from op_graphs.graph import OPERATION_DEFAULTS, Buffers, Operations, OpGraph, Segments
 from op_graphs.lower_stage import ChunkPrograms
 from op_graphs.lower_step import RankPrograms
+from op_graphs.overlap.policy import RankTransfers
+from op_graphs.overlap.registry import TRANSFERS
 from op_graphs.plan import OverlapPlan
 from op_graphs.program import GraphNames, Program, ProgramBuffers
 from op_graphs.vocabulary import Communication, OpKind, Phase, Stream
@@ -93,10 +92,7 @@ class _Part:
 class _RankState:
     """Where a rank's row stands."""
 
-    compute_ends: list[int] = field(default_factory=list)
-    """Last compute row of each action so far."""
-    sends: list[int] = field(default_factory=list)
-    """Sends since the last compute action."""
+    transfers: RankTransfers = field(default_factory=RankTransfers)
     stream_ends: dict[int, int] = field(default_factory=dict)
     """Last row on each stream."""
 
@@ -108,6 +104,7 @@ class _Assembly:
         self.programs = programs
         self.schedule = schedule
         self.overlap = overlap
+        self.transfers = TRANSFERS.chosen(overlap.p2p)
         self.names = names
         self.parts: list[_Part] = []
         self.rows = 0
@@ -131,9 +128,10 @@ class _Assembly:
         self._add(state, programs.before, rank, "zero_gradients", None)
         first, last = _edges_of_chunks(self.schedule, rank)
         chunks = {chunk.chunk.stage: chunk for chunk in programs.chunks}
-        for action in self.schedule.actions[rank]:
+        row = self.schedule.actions[rank]
+        for action, needed in zip(row, _needs_of_next(row, self.schedule), strict=True):
             if action.is_send or action.is_receive:
-                self._add_transfer(state, action, rank)
+                self._add_transfer(state, action, rank, needed)
                 continue
             found = [_program_of(chunks[part.stage], part, first, last) for part in action.parts]
             if None in found or len(found) > 2:
@@ -170,32 +168,37 @@ class _Assembly:
                 self.edges.append((entry, self.transfer_rows[need]))
             elif need.stage not in {part.stage for part in action.parts} and need in self.produced:
                 self.edges.append((entry, self.produced[need]))
-        if not self.overlap.p2p:
-            self.edges += [(placed.base, row) for row in state.sends]
-        state.sends.clear()
+        transfers = state.transfers
+        self.edges += [(placed.base, row) for row in self.transfers.compute_waits(transfers)]
+        transfers.batch = [*transfers.sends, *transfers.receives] or transfers.batch
+        transfers.sends, transfers.receives = [], []
         for part, piece in zip(action.parts, held, strict=True):
             self.by_action[part] = piece
             self.holders.append(piece)
             if piece.program.output_row >= 0:
                 self.produced[part] = placed.base + piece.program.output_row
-        state.compute_ends.append(state.stream_ends[Stream.COMPUTE])
+        transfers.compute_ends.append(state.stream_ends[Stream.COMPUTE])
 
     def _interleaved(self, first: Program, second: Program) -> Interleaved:
         key = (id(first), id(second))
         if key not in self._pairs:
-            self._pairs[key] = interleave(first, second)
+            self._pairs[key] = interleave(first, second, self.overlap)
         return self._pairs[key]
 
-    def _add_transfer(self, state: _RankState, action: Action, rank: int) -> None:
+    def _add_transfer(self, state: _RankState, action: Action, rank: int, needed: frozenset[Action]) -> None:
         peer_rank = self.schedule.stage_rank(action.peer.stage)
         part = self._add(state, self._transfer_program(action.kind, rank, peer_rank), rank, "", action)
         self.transfer_rows[action] = part.base
         if action.is_send:
             (source,) = requirements(action, self.schedule)
             self.edges.append((part.base, self.produced[source]))
-            state.sends.append(part.base)
-        elif self.overlap.p2p and len(state.compute_ends) > 1:
-            self.edges.append((part.base, state.compute_ends[-2]))
+        awaited = action in needed
+        behind = self.transfers.behind(state.transfers, is_send=action.is_send, awaited=awaited)
+        self.edges += [(part.base, row) for row in behind]
+        if action.is_send:
+            state.transfers.sends.append(part.base)
+        elif awaited:
+            state.transfers.receives.append(part.base)
 
     def _add(self, state: _RankState, program: Program, rank: int, name: str, action: Action | None) -> _Part:
         part = _Part(
@@ -371,6 +374,17 @@ class _Assembly:
             for rank, programs in enumerate(self.programs)
             for buffer in programs.persistent
         )
+
+
+def _needs_of_next(row: Sequence[Action], schedule: Schedule) -> list[frozenset[Action]]:
+    """For each action of a rank, what the next compute action needs."""
+    found: list[frozenset[Action]] = []
+    following: frozenset[Action] = frozenset()
+    for action in reversed(row):
+        if not (action.is_send or action.is_receive):
+            following = frozenset(requirements(action, schedule))
+        found.append(following)
+    return found[::-1]
 
 
 def _edges_of_chunks(schedule: Schedule, rank: int) -> tuple[set[Action], set[Action]]:

@@ -1,10 +1,8 @@
 """Interleaving two programs on one rank: a forward and a backward of different microbatches run side by side.
 
-Each program is cut behind its exposed expert-parallel exchanges; the pieces take turns on the compute stream, so that
-the exchange that ends a piece of one program travels under the next piece of the other. This is the pairing of
-DeepSeek-V3's DualPipe (arXiv:2412.19437, section 3.2.1, figure 4) and of Megatron-Core's combined 1F1B. Weight
-gradients of a piece, which nothing in it waits for, run behind the start of its exchange, and so beside it, as in a
-published trace of that pairing. A program without such exchanges is one piece: then the second follows the first.
+Each program is cut behind its exposed expert-parallel exchanges. In which order the pieces stand is the policy of
+``overlap.ep``, and which weight gradients run behind the start of the exchange of their piece, and so beside it, that
+of ``overlap.wgrad`` (``op_graphs.overlap``). A program without such exchanges is one piece.
 """
 
 from __future__ import annotations
@@ -16,6 +14,9 @@ import numpy as np
 
 from op_graphs.columns import Bool, Int64
 from op_graphs.graph import Operations
+from op_graphs.overlap.policy import WeightPlacement
+from op_graphs.overlap.registry import PAIRS, WEIGHTS
+from op_graphs.plan import OverlapPlan
 from op_graphs.program import Program, ProgramBuffers
 from op_graphs.vocabulary import Phase, Stream
 
@@ -32,13 +33,11 @@ class Interleaved:
     second_rows: Int64
 
 
-def interleave(first: Program, second: Program) -> Interleaved:
-    """Let the pieces of two programs take turns, beginning with ``second`` (the backward, which others wait for)."""
-    first, second = _exchanges_before_weights(first), _exchanges_before_weights(second)
-    pieces = (_pieces(second), _pieces(first))
-    order: list[tuple[int, Int64]] = []
-    for turn in range(max(map(len, pieces))):
-        order += [(which, found[turn]) for which, found in enumerate(pieces) if turn < len(found)]
+def interleave(first: Program, second: Program, overlap: OverlapPlan) -> Interleaved:
+    """Lay two programs on one stream, a forward and a backward (``second``), as the policies of a plan order them."""
+    weights = WEIGHTS.chosen(overlap.wgrad)
+    first, second = _exchanges_before_weights(first, weights), _exchanges_before_weights(second, weights)
+    order = PAIRS.chosen(overlap.ep).order(first, second, lambda program: _pieces(program, weights))
     lengths = (len(second), len(first))
     new_rows = tuple(np.empty(length, dtype=np.int64) for length in lengths)
     source: list[Int64] = []
@@ -68,9 +67,9 @@ def _bounds(program: Program) -> list[int]:
     return bounds if bounds[-1] == len(program) else [*bounds, len(program)]
 
 
-def _pieces(program: Program) -> list[Int64]:
-    """Rows of each run in the order in which they are to run: weight gradients behind the exchange."""
-    later = _can_wait(program)
+def _pieces(program: Program, weights: WeightPlacement) -> list[Int64]:
+    """Rows of each run in the order in which they are to run: weight gradients that can wait behind the exchange."""
+    later = _can_wait(program, weights)
     pieces = []
     for begin, end in pairwise(_bounds(program)):
         rows = np.arange(begin, end)
@@ -80,10 +79,9 @@ def _pieces(program: Program) -> list[Int64]:
     return pieces
 
 
-def _can_wait(program: Program) -> Bool:
+def _can_wait(program: Program, weights: WeightPlacement) -> Bool:
     """Rows of weight gradients and of their reduction, unless an operation that is neither waits for one."""
-    operations = program.operations
-    later: Bool = np.isin(operations.phase, (Phase.BACKWARD_WEIGHT, Phase.GRADIENT_SYNC))
+    later = weights.can_wait(_of_weights(program))
     awaited = program.dependencies[~later[program.dependency_rows]]
     kept = np.zeros(len(program), dtype=np.bool_)
     kept[awaited] = True
@@ -95,10 +93,16 @@ def _can_wait(program: Program) -> Bool:
     return later
 
 
-def _exchanges_before_weights(program: Program) -> Program:
+def _of_weights(program: Program) -> Bool:
+    """Rows of weight gradients and of their reduction."""
+    found: Bool = np.isin(program.operations.phase, (Phase.BACKWARD_WEIGHT, Phase.GRADIENT_SYNC))
+    return found
+
+
+def _exchanges_before_weights(program: Program, placement: WeightPlacement) -> Program:
     """The program with exchanges that wait for the weight gradient before them waiting for what comes before that."""
     operations = program.operations
-    weights = np.isin(operations.phase, (Phase.BACKWARD_WEIGHT, Phase.GRADIENT_SYNC))
+    weights = placement.can_wait(_of_weights(program))
     sources = program.dependencies.copy()
     begins = _bounds(program)
     for position in np.flatnonzero(operations.stream[program.dependency_rows] == Stream.EP).tolist():

@@ -100,7 +100,15 @@ def test_recompute(written, meant):
         ({"parallel": [2]}, "parallel: [2] (from scenario) is a list, must be a mapping of tp, sp"),
         (
             {"overlap__grad_reduce": "no"},
-            "overlap.grad_reduce: no (from scenario) is a text, must be true or false",
+            "overlap.grad_reduce: no (from scenario) is a text, must be true, false or one of buckets, after-backward",
+        ),
+        (
+            {"overlap__tp": "asnyc-tp"},
+            "must be true, false or one of beside-weights, in-place, userbuffers, async-tp; did you mean async-tp?",
+        ),
+        (
+            {"overlap__tp": "async-tp", "parallel__tp": 2, "parallel__sp": False},
+            "overlap.tp: async-tp (from scenario) needs parallel.sp: true",
         ),
         ({"training__dtype": "bf61"}, "must be one of fp32, fp16, bf16, fp8-tensorwise"),
         ({"training__dtype": "bf61"}, "; did you mean bf16?"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from hardware_profiles.profile import HardwareProfile
 from op_graphs.model import ModelDescription
+from op_graphs.overlap.registry import OVERLAP_POINTS
 from op_graphs.parameters import tensor_parallel_problem
 from op_graphs.plan import OverlapPlan, ParallelPlan, TrainingPlan
 from op_graphs.stage_layout import layers_per_stage
@@ -74,6 +75,7 @@ def check_combinations(draft: Draft, problems: Problems) -> None:
         problems,
     )
     _check_attention_kernel(draft, problems)
+    _check_overlap(draft, problems)
     _check_size(draft, problems)
 
 
@@ -250,6 +252,16 @@ def _check_attention_kernel(draft: Draft, problems: Problems) -> None:
         kernel_ratio(draft.training.attention, draft.hardware.attention)
     except ValueError as error:
         problems.add("training.attention", draft.training.attention, f"on {draft.hardware.name}: {error}")
+
+
+def _check_overlap(draft: Draft, problems: Problems) -> None:
+    for key, point in OVERLAP_POINTS.items():
+        value = getattr(draft.overlap, key)
+        if not problems.sound(f"overlap.{key}", "parallel.tp", "parallel.sp"):
+            continue
+        refusal = point.chosen(value).refusal(draft.parallel)
+        if refusal is not None:
+            problems.add(f"overlap.{key}", value, refusal)
 
 
 def _check_size(draft: Draft, problems: Problems) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from op_graphs.lower_context_parallel import ALGORITHMS
 from op_graphs.lower_dispatch import DISPATCHERS
 from op_graphs.optimizers import OPTIMIZERS
+from op_graphs.overlap.registry import OVERLAP_POINTS
 from op_graphs.plan import (
     CrossEntropy,
     LibraryPlan,
@@ -69,6 +70,15 @@ def _optional_count(limit: int = 1 << 20) -> FieldRule:
 
 def _flag(default: bool) -> FieldRule:
     return FieldRule("must be true or false", lambda value: isinstance(value, bool), default)
+
+
+def _policy(default: bool | str, names: tuple[str, ...]) -> FieldRule:
+    return FieldRule(
+        f"must be true, false or one of {', '.join(names)}",
+        lambda value: isinstance(value, bool) or (isinstance(value, str) and value in names),
+        default,
+        names,
+    )
 
 
 def _choice(default: str, choices: Iterable[str]) -> FieldRule:
@@ -153,11 +163,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "sequence_lengths": FieldRule("", lambda value: True, None),
     },
     "overlap": {
-        "grad_reduce": _flag(_OVERLAP.grad_reduce),
-        "param_gather": _flag(_OVERLAP.param_gather),
-        "p2p": _flag(_OVERLAP.p2p),
-        "tp": _flag(_OVERLAP.tp),
-        "ep": _flag(_OVERLAP.ep),
+        **{key: _policy(getattr(_OVERLAP, key), point.names()) for key, point in OVERLAP_POINTS.items()},
         "contention": _flag(_OVERLAP.contention),
     },
     "libraries": {

@@ -1,0 +1,1 @@
+"""Overlap: which communication may run beside which compute, one policy a file (``registry`` lists them)."""

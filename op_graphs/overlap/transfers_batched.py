@@ -1,0 +1,30 @@
+"""Transfers between stages in batches: what stands between two actions is one kernel, and both sides wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .policy import RankTransfers, TransferPlacement
+
+
+class TransfersBatched(TransferPlacement):
+    """The sends and receives between two compute actions are one batch, and batches follow each other.
+
+    A batch is posted behind the compute before it and behind the batch before it, and the compute behind it waits for
+    all of it: also for a send whose receiver has not come to its own batch yet. A receive that the next action does not
+    need is posted with the batch but awaited by its reader only, as the schedule's communication pass posts it early.
+    """
+
+    name = "batched"
+    beside = (
+        "nothing: the transfers between two actions are one kernel, which compute on both sides waits for"
+    )
+    follows = "Megatron-LM batch_isend_irecv (batch_p2p_comm) without --overlap-p2p-communication"
+
+    def behind(self, transfers: RankTransfers, *, is_send: bool, awaited: bool) -> Sequence[int]:
+        """Behind the last compute and the batch before."""
+        return (*transfers.compute_ends[-1:], *transfers.batch) if is_send or awaited else ()
+
+    def compute_waits(self, transfers: RankTransfers) -> Sequence[int]:
+        """The whole batch."""
+        return (*transfers.sends, *transfers.receives)
