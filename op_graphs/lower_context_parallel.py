@@ -153,7 +153,7 @@ def _ring_attention(
     for step in range(steps):
         sending = -1
         if step + 1 < steps:
-            after = [builder.last_row] if step == 0 else [arriving]
+            after = placement.behind(builder, arriving)
             sending = _exchange(
                 builder, context, "ring_kv", Communication.SEND_RECEIVE, sizes.kv_bytes, group, after
             )
@@ -191,7 +191,7 @@ def _ring_backward_kernels(
     arriving = -1
     for step in range(steps):
         sending = -1
-        after = [builder.last_row] if step == 0 else [arriving]
+        after = placement.behind(builder, arriving)
         if step + 1 < steps:
             sending = _exchange(
                 builder, context, "ring_kv", Communication.SEND_RECEIVE, sizes.kv_bytes, group, after

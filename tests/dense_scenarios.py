@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from op_graphs.overlap.registry import OVERLAP_POINTS
 from tracesim.scenario import Scenario, load_scenario
 
 SMALL: dict[str, Any] = {
@@ -53,6 +54,13 @@ def dense_scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
     unfused = draw(flag)
     kv_heads = tp * draw(st.integers(1, 2))
     is_gpt = draw(flag)
+    sp = draw(flag)
+    policies = {
+        name: st.sampled_from(OVERLAP_POINTS[name].names())
+        for name in ("grad_reduce", "param_gather", "p2p", "tp")
+    }
+    if not sp:
+        policies["tp"] = st.sampled_from(["beside-weights", "in-place"])
     recompute = draw(st.sampled_from(["none", "none", "full", {"modules": ["core_attn"]}]))
     changes: dict[str, Any] = {
         "model__layers": pp * vpp * draw(st.integers(1, 2)),
@@ -73,7 +81,7 @@ def dense_scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
         "model__hidden_dropout": draw(st.sampled_from([0.0, 0.1])),
         "model__attention_dropout": draw(st.sampled_from([0.0, 0.1])) if unfused else 0.0,
         "parallel__tp": tp,
-        "parallel__sp": draw(flag),
+        "parallel__sp": sp,
         "parallel__pp": pp,
         "parallel__vpp": vpp,
         "parallel__dp": dp,
@@ -85,7 +93,7 @@ def dense_scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
         "training__cross_entropy_fusion": draw(flag),
         "training__attention": "unfused" if unfused else "flash",
         "schedule": "interleaved-1f1b" if vpp > 1 else draw(st.sampled_from(["gpipe", "1f1b"])),
-        **{f"overlap__{name}": draw(flag) for name in ("grad_reduce", "param_gather", "p2p", "tp")},
+        **{f"overlap__{name}": draw(policy) for name, policy in policies.items()},
         **fixed,
     }
     return load_scenario(dense_mapping(**changes))

@@ -162,6 +162,10 @@ class RingPlacement(OverlapPolicy):
     """How the steps of ring attention lie beside its kernels."""
 
     @abstractmethod
+    def behind(self, builder: ProgramBuilder, arriving: int) -> list[int]:
+        """Rows behind which a step is posted; ``arriving`` is the step before it, -1 for the first."""
+
+    @abstractmethod
     def behind_step(self, builder: ProgramBuilder, sending: int) -> None:
         """What waits for a step that was just posted, in front of the kernel on the keys that are here."""
 

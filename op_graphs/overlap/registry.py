@@ -7,7 +7,9 @@ Adding one is a file with a subclass of its point's class (``op_graphs.overlap.p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from op_graphs.plan import OverlapPlan
 
 from .gradient_buckets import GradientBuckets
 from .gradients_after_backward import GradientsAfterBackward
@@ -96,3 +98,21 @@ OVERLAP_POINTS: dict[str, OverlapPoint[OverlapPolicy]] = {
     for point in (GRADIENTS, PARAMETERS, TRANSFERS, TENSOR, RING, PAIRS, WEIGHTS)
 }
 """All points by their key in ``overlap``."""
+
+
+def describe_policies() -> list[dict[str, Any]]:
+    """Every policy as plain data, in the order of the points."""
+    default = OverlapPlan()
+    return [
+        {
+            "point": point.key,
+            "decides": point.decides,
+            "name": policy.name,
+            "means": ["true"] * (number == 0) + ["false"] * (number == 1),
+            "default": point.chosen(getattr(default, point.key)) is policy,
+            "beside": policy.beside,
+            "follows": policy.follows,
+        }
+        for point in OVERLAP_POINTS.values()
+        for number, policy in enumerate(point.policies)
+    ]

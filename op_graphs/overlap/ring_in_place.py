@@ -14,6 +14,10 @@ class RingInPlace(RingPlacement):
     beside = "nothing: attention waits for every step of the ring"
     follows = "a ring on the compute stream"
 
+    def behind(self, builder: ProgramBuilder, arriving: int) -> list[int]:
+        """The kernel before it."""
+        return [builder.last_row]
+
     def behind_step(self, builder: ProgramBuilder, sending: int) -> None:
         """The next kernel waits."""
         builder.wait_for(sending)

@@ -14,5 +14,9 @@ class RingUnderAttention(RingPlacement):
     beside = "the next keys and values travel under the attention on those that are here"
     follows = "Liu et al. 2023 (ring attention), Transformer Engine cp_comm_type p2p"
 
+    def behind(self, builder: ProgramBuilder, arriving: int) -> list[int]:
+        """The step that brought what it sends on."""
+        return [arriving if arriving >= 0 else builder.last_row]
+
     def behind_step(self, builder: ProgramBuilder, sending: int) -> None:
         """Nothing waits yet."""

@@ -14,6 +14,7 @@ from .errors import USER_ERRORS, report_error, report_usage_error
 from .hardware import hardware
 from .import_megatron import import_megatron_command
 from .models import models
+from .overlap import overlap
 from .replay import replay
 from .run import run, scenarios
 from .schedule import schedule
@@ -81,6 +82,7 @@ for _command in (
     models,
     hardware,
     import_megatron_command,
+    overlap,
     read,
     analyze,
     replay,
