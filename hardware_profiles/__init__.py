@@ -4,7 +4,7 @@
 SimuMax with its measured shapes. No formula lives here.
 """
 
-from .loader import list_profiles, load_profile, profile_from_mapping, profile_to_yaml
+from .loader import list_profiles, load_profile, profile_for_device, profile_from_mapping, profile_to_yaml
 from .profile import (
     AttentionFigures,
     GemmFigures,
@@ -37,6 +37,7 @@ __all__ = [
     "import_simumax",
     "list_profiles",
     "load_profile",
+    "profile_for_device",
     "profile_from_mapping",
     "profile_to_yaml",
 ]

@@ -10,6 +10,7 @@ Left out on purpose: includes, inheritance between files, anchors and aliases. A
 from __future__ import annotations
 
 import os
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -34,6 +35,13 @@ _NESTING_LIMIT = 8
 def list_profiles() -> list[str]:
     """Names of the installed profiles, in alphabetical order."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def profile_for_device(device: str) -> str:
+    """Name of the installed profile that begins with a word of a device's name, the SXM form first; "" for none."""
+    words = {match.group().lower() for match in re.finditer(r"[A-Za-z]+\d+[A-Za-z]?", device)}
+    fitting = [name for name in list_profiles() if name.partition("-")[0] in words]
+    return min(fitting, key=lambda name: ("sxm" not in name, len(name), name), default="")
 
 
 def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:

@@ -84,6 +84,10 @@ def test_every_what_if_of_the_list_is_tested_here_or_has_a_test_of_its_own() -> 
     assert keys == {
         "scale", "scale.kind.", "scale.phase.", "scale.layer.", "scale.name", "set.name", "rank.", "fuse", "hardware",
         "network.bandwidth", "network.latency", "communication", "drop", "overlap", "host", "remove",
+        # in test_replay_what_if_network.py
+        "network.algorithm", "network.topology", "network.domain", "dp", "communication.sms",
+        # in test_replay_what_if_streams.py
+        "scale.shape", "stream.", "stream.name", "overlap.",
     }  # fmt: skip
 
 
@@ -163,6 +167,19 @@ def test_another_machine_scales_matrix_products_with_its_peak_and_the_rest_with_
     assert ratio[kind == OpKind.GEMM][0] == pytest.approx(peak, rel=1e-3)
     back = change(moved, parse_what_ifs(["hardware=h100-sxm:a100-sxm-80g"]))
     assert np.abs(back.durations - rebuilt.durations).max() <= 2
+
+
+def test_the_range_of_another_machine_is_what_a_kernel_may_be_bound_by() -> None:
+    first, second = load_profile("a100-sxm-80g"), load_profile("h100-sxm")
+    rebuilt = rebuild(queued_kernels([500, 300], gap=0).timeline())
+    found = outcome(rebuilt, "hardware=a100-sxm-80g:h100-sxm")
+    peak = first.peak_tflops["bf16"] / second.peak_tflops["bf16"]
+    memory = first.memory.bandwidth_gb_per_s / second.memory.bandwidth_gb_per_s
+    base = found.base_step
+    assert found.step == pytest.approx(peak * base, rel=0.02)
+    assert found.low == pytest.approx(min(peak, memory) * base, rel=0.02)
+    assert found.high == pytest.approx(max(peak, memory) * base, rel=0.02)
+    assert any("0 % of compute time is scaled by known FLOPs and bytes" in note for note in found.notes)
 
 
 def test_what_limits_the_changed_run_is_said() -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from hardware_profiles import list_profiles
+from hardware_profiles import profile_for_device
 from op_graphs.timeline import Timeline
 from op_graphs.vocabulary import Dimension, TrackRole
 from tracesim.analysis import group_dimension
@@ -73,7 +73,7 @@ def suggest_scenario(timeline: Timeline) -> Suggestion:
     training, of_training = _training(shapes, model)
     unknown += of_training
     lines = [f"# Suggested from {timeline.name or 'a trace'}. What the trace does not tell:"]
-    hardware = _hardware(timeline.device)
+    hardware = profile_for_device(timeline.device)
     if not hardware:
         unknown.append(f"hardware: no profile is known for {timeline.device or 'a device without a name'}")
     lines += [f"# - {text}" for text in unknown]
@@ -249,15 +249,3 @@ def _training(shapes: _Shapes, model: dict[str, Any]) -> tuple[dict[str, Any], l
             f"recompute: {shapes.recomputed} of {forward} linear layers run again in the backward pass"
         )
     return training, unknown
-
-
-def _hardware(device: str) -> str:
-    """The installed profile whose name begins with a word of the device's name, the SXM form first."""
-    words = set(_words(device))
-    fitting = [name for name in list_profiles() if name.partition("-")[0] in words]
-    return min(fitting, key=lambda name: ("sxm" not in name, len(name), name), default="")
-
-
-def _words(text: str) -> Iterator[str]:
-    for match in re.finditer(r"[A-Za-z]+\d+[A-Za-z]?", text):
-        yield match.group().lower()

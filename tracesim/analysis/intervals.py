@@ -78,3 +78,21 @@ def clip(start: Int64, end: Int64, low: int, high: int) -> tuple[Int64, Int64]:
     """The parts of ``[start[i], end[i])`` that lie in ``[low, high)``; intervals outside become empty."""
     start = np.clip(start, low, high)
     return start, np.maximum(np.clip(end, low, high), start)
+
+
+def covered(intervals: Intervals, low: Int64, high: Int64) -> Int64:
+    """Nanoseconds of each ``[low[i], high[i])`` that lie in the intervals."""
+    total = np.concatenate(([0], np.cumsum(intervals.end - intervals.start)))
+
+    def up_to(moment: Int64) -> Int64:
+        at = np.searchsorted(intervals.start, moment, side="right")
+        last = np.maximum(at - 1, 0)
+        over = (
+            np.maximum(intervals.end[last] - moment, 0)
+            if len(intervals)
+            else np.zeros(len(moment), dtype=np.int64)
+        )
+        return (total[at] - np.where(at > 0, over, 0)).astype(np.int64)
+
+    inside: Int64 = up_to(high) - up_to(low)
+    return inside

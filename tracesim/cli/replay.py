@@ -48,9 +48,9 @@ def replay(traces: tuple[Path, ...], what_ifs: tuple[str, ...], as_json: bool, o
 
     TRACES are one file, several, or a folder of ranks.
     """
-    parse_what_ifs(what_ifs)
+    origins = any(applied.what_if.needs_origins for applied in parse_what_ifs(what_ifs))
     with progress("reading"):
-        timeline = read_trace(list(traces))
+        timeline = read_trace(list(traces), keep_origins=origins)
     with progress("replaying"):
         rebuilt = rebuild(timeline)
         replayed = run_replay(rebuilt)

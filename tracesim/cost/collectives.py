@@ -179,7 +179,12 @@ class CollectiveCost:
         }
 
     def duration_ns(
-        self, communication: Communication, message_bytes: float, ranks: tuple[int, ...]
+        self,
+        communication: Communication,
+        message_bytes: float,
+        ranks: tuple[int, ...],
+        algorithm: Algorithm | None = None,
+        protocol: Protocol | None = None,
     ) -> CollectiveEstimate:
         """Duration of one collective or send from when its last member has arrived.
 
@@ -189,12 +194,15 @@ class CollectiveCost:
                 payload of a send; bytes.
             ranks: global ranks of the members. A send between more than two takes the slowest pair of neighbours,
                 the last and the first being neighbours in a ``SEND_RECEIVE`` only.
+            algorithm: only this one, by its formula even where the profile holds a measured line; None for any.
+            protocol: the same of the protocol.
 
         Returns:
             The cheapest algorithm and protocol; the first in the order of this module where two tie.
 
         Raises:
-            ValueError: if the communication cannot be costed, the size is negative or the ranks are no group.
+            ValueError: if the communication cannot be costed, the size is negative, the ranks are no group, or the
+                algorithm or protocol does not do this communication in this group.
         """
         if message_bytes < 0:
             raise ValueError(
@@ -212,17 +220,22 @@ class CollectiveCost:
         size = 0.0 if communication == Communication.BARRIER else float(message_bytes)
         crossed = crossing(ranks, self.profile.network, is_send=communication in SENDS)
         measured = self._measured_line(communication, placement)
-        if measured is not None:
+        if measured is not None and algorithm is None and protocol is None:
             return self._measured_estimate(measured, communication, size, placement, crossed)
         best: tuple[float, Protocol, _Plan] | None = None
         for plan in self._plans(communication, size, placement):
-            for protocol in plan.protocols:
-                time_ns = self._time_ns(plan, protocol, communication in SENDS, crossed)
+            for handing in plan.protocols:
+                if algorithm not in (None, plan.algorithm) or protocol not in (None, handing):
+                    continue
+                time_ns = self._time_ns(plan, handing, communication in SENDS, crossed)
                 if best is None or time_ns < best[0]:
-                    best = (time_ns, protocol, plan)
-        assert best is not None, communication
-        time_ns, protocol, plan = best
-        return self._estimate(time_ns, plan, protocol, communication, size, placement)
+                    best = (time_ns, handing, plan)
+        if best is None:
+            asked = " ".join(part.value for part in (algorithm, protocol) if part)
+            raise ValueError(
+                f"{asked} does no {communication.name} among {placement.size} ranks in {placement.domains} domains"
+            )
+        return self._estimate(best[0], best[2], best[1], communication, size, placement)
 
     def durations_ns(self, graph: OpGraph) -> Int64:
         """Duration of every communication row of a graph, nanoseconds; 0 for compute rows.

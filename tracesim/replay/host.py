@@ -15,7 +15,7 @@ import numpy as np
 
 from op_graphs.columns import Bool, Int8, Int64
 from op_graphs.vocabulary import OpKind, TrackRole
-from tracesim.analysis.intervals import Intervals, union
+from tracesim.analysis.intervals import Intervals, covered, union
 from tracesim.replay.measured import Measured
 
 LAUNCH, BLOCKING, MARK = range(3)
@@ -242,8 +242,8 @@ def _find_handovers(measured: Measured, points: HostPoints) -> None:
         busy = _innermost(measured, host[slices.track[host] == track])
         pause = points.start[mine] - began[mine]
         # What runs when the pause ends belongs to the call after it.
-        covered = _covered(busy.start, busy.end, began[mine], points.start[mine])
-        mine = mine[covered <= _MOST_COVERED * pause]
+        inside = covered(busy, began[mine], points.start[mine])
+        mine = mine[inside <= _MOST_COVERED * pause]
         for other in threads[(rank_of_track[threads] == rank_of_track[track]) & (threads != track)].tolist():
             _take_handovers(
                 measured,
@@ -290,22 +290,6 @@ def _innermost(measured: Measured, rows: Int64) -> Intervals:
     start, end = start[order], end[order]
     contains = np.append(start[1:] < end[:-1], False) if len(start) else np.zeros(0, dtype=np.bool_)
     return union(start[~contains], end[~contains])
-
-
-def _covered(busy_start: Int64, busy_end: Int64, low: Int64, high: Int64) -> Int64:
-    """Nanoseconds of each ``[low, high)`` that lie in disjoint sorted intervals."""
-    total = np.concatenate(([0], np.cumsum(busy_end - busy_start)))
-
-    def up_to(moment: Int64) -> Int64:
-        at = np.searchsorted(busy_start, moment, side="right")
-        last = np.maximum(at - 1, 0)
-        over = (
-            np.maximum(busy_end[last] - moment, 0) if len(busy_end) else np.zeros(len(moment), dtype=np.int64)
-        )
-        return (total[at] - np.where(at > 0, over, 0)).astype(np.int64)
-
-    covered: Int64 = up_to(high) - up_to(low)
-    return covered
 
 
 def returns_after(measured: Measured, points: HostPoints) -> Int64:

@@ -57,6 +57,7 @@ def describe_replay(
 
 
 def _outcome(outcome: Outcome) -> dict[str, Any]:
+    ranks = outcome.replayed.rebuilt.timeline.ranks.rank.tolist()
     return {
         "what_ifs": list(outcome.what_ifs),
         "step_ms": None if outcome.as_range else outcome.step / 1e6,
@@ -64,7 +65,11 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
         "change_pct": None if outcome.as_range else 100 * outcome.change,
         "range_ms": [outcome.low / 1e6, outcome.high / 1e6],
         "limited_by_ms": {what: ns / 1e6 for what, ns in outcome.limits.items()},
-        "memory": "unchanged: no buffer is moved or kept longer by these what-ifs",
+        "memory": outcome.memory.says,
+        "memory_peak_change_bytes": None
+        if outcome.memory.peak_change is None
+        else {str(ranks[rank]): change for rank, change in outcome.memory.peak_change.items()},
+        "notes": list(outcome.notes),
     }
 
 
@@ -191,4 +196,6 @@ def _render_what_if(outcome: dict[str, Any], console: Console) -> None:
             f"range {low:.3f} to {high:.3f} ms"
         )
     _render_chain("  then limited by", outcome["limited_by_ms"], console)
-    console.print(f"  memory {outcome['memory']}")
+    console.print(f"  memory {outcome['memory']}", markup=False)
+    for note in outcome["notes"]:
+        console.print(f"  note: {note}", markup=False)

@@ -11,6 +11,7 @@ from tracesim.errors import ScenarioError
 from tracesim.replay.graph import EdgeKind, Rebuilt
 from tracesim.replay.limits import NOTED_UNEXPLAINED, Unexplained, refusal
 from tracesim.replay.run import Replayed, limited_by, replay, step_duration, step_times
+from tracesim.replay.what_if.memory import UNCHANGED, MemoryEffect, together
 from tracesim.replay.what_if.registry import Applied, parse_what_ifs
 
 
@@ -26,11 +27,15 @@ class Outcome:
     """Of the unchanged replay."""
     low: int
     high: int
-    """Range over what the trace does not decide: whether lateness without a cause, and waits for room, remain."""
+    """Range over what the trace does not decide: whether lateness without a cause, and waits for room, remain, and the
+    readings of the what-ifs."""
     limits: dict[str, int]
     """Nanoseconds of the longest chain by what they are."""
     as_range: bool
     """Whether so much is unexplained that only the range says something."""
+    memory: MemoryEffect = UNCHANGED
+    notes: tuple[str, ...] = ()
+    """What was taken for granted."""
 
     @property
     def change(self) -> float:
@@ -38,11 +43,20 @@ class Outcome:
         return self.step / self.base_step - 1 if self.base_step else 0.0
 
 
-def change(rebuilt: Rebuilt, what_ifs: Sequence[Applied]) -> Rebuilt:
-    """A run with all changes made, in the order given."""
+def change(rebuilt: Rebuilt, what_ifs: Sequence[Applied], reading: int = -1) -> Rebuilt:
+    """A run with all changes made, in the order given; in another reading of those that have one of that number."""
     for applied in what_ifs:
-        rebuilt = applied.apply(rebuilt)
+        rebuilt = applied.apply(rebuilt, reading)
     return rebuilt
+
+
+def memory_of(rebuilt: Rebuilt, what_ifs: Sequence[Applied]) -> MemoryEffect:
+    """What all changes together do to memory."""
+    effects = []
+    for applied in what_ifs:
+        effects.append(applied.memory(rebuilt))
+        rebuilt = applied.apply(rebuilt)
+    return together(effects)
 
 
 def ask(rebuilt: Rebuilt, texts: Sequence[str], lateness: Unexplained) -> Outcome:
@@ -66,6 +80,9 @@ def ask(rebuilt: Rebuilt, texts: Sequence[str], lateness: Unexplained) -> Outcom
     changed = [replay(change(v, what_ifs)) for v in variants]
     steps = [step_duration(step_times(c)) for c in changed]
     ratios = [step / before for step, before in zip(steps, base, strict=True) if before]
+    for reading in range(max((len(applied.what_if.readings) for applied in what_ifs), default=0)):
+        other = step_duration(step_times(replay(change(rebuilt, what_ifs, reading))))
+        ratios.append(other / base[0] if base[0] else 1.0)
     return Outcome(
         what_ifs=tuple(texts),
         replayed=changed[0],
@@ -75,6 +92,8 @@ def ask(rebuilt: Rebuilt, texts: Sequence[str], lateness: Unexplained) -> Outcom
         high=round(max(ratios, default=1.0) * base[0]),
         limits=limited_by(changed[0]),
         as_range=lateness.step_share > NOTED_UNEXPLAINED,
+        memory=memory_of(rebuilt, what_ifs),
+        notes=tuple(note for note in changed[0].rebuilt.notes if note not in rebuilt.notes),
     )
 
 

@@ -1,4 +1,4 @@
-"""What if slices ran on other streams."""
+"""What if communication ran beside compute, or not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 from tracesim.errors import ScenarioError
 from tracesim.replay.graph import EdgeKind, Edges, Rebuilt, RowRole
 from tracesim.replay.what_if.selection import some
+from tracesim.replay.what_if.streams import compute_lanes, requeued, slices_of_kind
 
 
 def overlap(rebuilt: Rebuilt, value: str) -> Rebuilt:
@@ -16,6 +17,25 @@ def overlap(rebuilt: Rebuilt, value: str) -> Rebuilt:
     if value == "full":
         return _compute_goes_on(rebuilt)
     raise ScenarioError(f"overlap={value}: write overlap=none or overlap=full")
+
+
+def overlap_kind(rebuilt: Rebuilt, value: str) -> Rebuilt:
+    """``all_gather=none``: this kind in the queue of compute; ``=full``: nothing on another stream waits for it."""
+    name, _, how = value.partition("=")
+    chosen = slices_of_kind(rebuilt, name, "overlap.")
+    if how == "none":
+        return requeued(rebuilt, chosen, compute_lanes(rebuilt))
+    if how != "full":
+        raise ScenarioError(f"overlap.{name}={how}: write overlap.{name}=none or overlap.{name}=full")
+    edges = rebuilt.edges
+    between = (edges.kind == EdgeKind.EVENT) | (edges.kind == EdgeKind.ADMISSION)
+    freed = between & chosen[edges.source] & ~chosen[edges.target]
+    if not freed.any():
+        raise ScenarioError(
+            f"overlap.{name}=full: no slice of another stream waits for one of these {int(chosen.sum())}, so they are "
+            f"hidden already, or in the queue of compute; take them out of it with stream.{name}=new"
+        )
+    return rebuilt.with_edges(edges.take(np.flatnonzero(~freed)))
 
 
 def _one_stream(rebuilt: Rebuilt) -> Rebuilt:

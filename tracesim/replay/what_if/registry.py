@@ -8,7 +8,18 @@ from dataclasses import dataclass
 
 from tracesim.errors import ScenarioError
 from tracesim.replay.graph import Rebuilt
-from tracesim.replay.what_if import communication, durations, hardware, host, placement
+from tracesim.replay.what_if import (
+    communication,
+    durations,
+    hardware,
+    host,
+    multiprocessors,
+    network,
+    placement,
+    shapes,
+    streams,
+)
+from tracesim.replay.what_if.memory import MemoryEffect, unchanged
 
 Change = Callable[[Rebuilt, str], Rebuilt]
 
@@ -24,6 +35,12 @@ class WhatIf:
     change: Change
     prefix: bool = False
     """Whether the key goes on with a name, as in ``scale.kind.gemm``."""
+    memory: Callable[[Rebuilt, str], MemoryEffect] = unchanged
+    """What it does to the memory of a run that it is asked of."""
+    readings: tuple[Change, ...] = ()
+    """Other readings of the same words; the step times of all of them are the range."""
+    needs_origins: bool = False
+    """Whether it reads arguments that a trace is only read with if asked (``keep_origins``)."""
 
 
 WHAT_IFS: tuple[WhatIf, ...] = (
@@ -32,14 +49,61 @@ WHAT_IFS: tuple[WhatIf, ...] = (
     WhatIf("scale.phase.", "FACTOR", "of one phase (forward, optimizer, ...)", durations.scale_phase, True),
     WhatIf("scale.layer.", "FACTOR", "of one layer", durations.scale_layer, True),
     WhatIf("scale.name", "PATTERN:FACTOR", "of slices whose name matches", durations.scale_name),
+    WhatIf(
+        "scale.shape",
+        "PATTERN:FACTOR",
+        "of slices whose operator and input shapes match",
+        shapes.scale_shape,
+        needs_origins=True,
+    ),
     WhatIf("set.name", "PATTERN:MICROSECONDS", "set them instead", durations.set_name),
     WhatIf("rank.", "FACTOR", "compute and host work of one rank", durations.scale_rank, True),
     WhatIf("fuse", "elementwise", "neighbouring kernels last as their longest", durations.fuse),
-    WhatIf("hardware", "FROM:TO", "scale by the rooflines of two hardware profiles", hardware.move),
+    WhatIf(
+        "hardware",
+        "FROM:TO",
+        "scale by the rooflines of two hardware profiles",
+        hardware.move,
+        readings=(hardware.move_at_best, hardware.move_at_worst),
+    ),
     WhatIf("network.bandwidth", "FACTOR", "bandwidth of communication", communication.bandwidth),
     WhatIf("network.latency", "FACTOR", "fixed time of communication", communication.latency),
+    WhatIf("network.algorithm", "[FROM:]TO", "collectives by ring, tree, nvls, ...", network.algorithm),
+    WhatIf("network.topology", "[FROM:]TO", "the network of another hardware profile", network.topology),
+    WhatIf("network.domain", "GPUS", "GPUs joined by fast links", network.domain),
+    WhatIf(
+        "dp",
+        "RANKS",
+        "data-parallel ranks, each as those there are",
+        network.data_parallel,
+        memory=network.data_parallel_memory,
+    ),
     WhatIf("communication", "FACTOR", "its time; 0 takes waiting for peers away too", communication.scale),
     WhatIf("drop", "PATTERN", "take communication away by name", communication.drop),
+    WhatIf(
+        "communication.sms",
+        "[FROM:]TO",
+        "SMs of collectives: compute beside them faster, they slower",
+        multiprocessors.communication_sms,
+        readings=(multiprocessors.least_effect, multiprocessors.link_bound),
+    ),
+    WhatIf(
+        "stream.",
+        "STREAM",
+        "a kind (gemm, all_gather, ...) on another stream, or a new one",
+        streams.move_kind,
+        True,
+        readings=(streams.kind_waited,),
+    ),
+    WhatIf(
+        "stream.name",
+        "PATTERN:STREAM",
+        "slices whose name matches",
+        streams.move_name,
+        readings=(streams.name_waited,),
+    ),
+    WhatIf("overlap.", "none", "one kind in the queue of compute", placement.overlap_kind, True),
+    WhatIf("overlap.", "full", "nothing waits for one kind", placement.overlap_kind, True),
     WhatIf("overlap", "none", "all slices of a rank after each other", placement.overlap),
     WhatIf("overlap", "full", "compute never waits for communication", placement.overlap),
     WhatIf("host", "FACTOR", "durations of calls and host work", host.scale),
@@ -58,7 +122,18 @@ class Applied:
     what_if: WhatIf
     text: str
     """``key=value`` as given."""
-    apply: Callable[[Rebuilt], Rebuilt]
+    argument: str
+    """What its functions take: the value, behind ``name=`` if the key goes on with a name."""
+
+    def apply(self, rebuilt: Rebuilt, reading: int = -1) -> Rebuilt:
+        """The changed run; in one of the other readings where there is one of that number."""
+        readings = self.what_if.readings
+        change = readings[reading] if 0 <= reading < len(readings) else self.what_if.change
+        return change(rebuilt, self.argument)
+
+    def memory(self, rebuilt: Rebuilt) -> MemoryEffect:
+        """What becomes of the memory of a run without this change."""
+        return self.what_if.memory(rebuilt, self.argument)
 
 
 def parse_what_ifs(texts: Sequence[str]) -> list[Applied]:
@@ -79,13 +154,10 @@ def parse_what_ifs(texts: Sequence[str]) -> list[Applied]:
             hint = f"Did you mean {' or '.join(near)}?" if near else f"Known are {', '.join(keys)}"
             problems.append(f"--what-if {text}: no what-if {key!r}. {hint}")
         else:
-            what_if = max(known, key=lambda w: len(w.key))
+            # A whole key stands before a longer one with a name in it.
+            what_if = max(known, key=lambda w: (not w.prefix, len(w.key)))
             argument = f"{key[len(what_if.key) :]}={value}" if what_if.prefix else value
-            found.append(Applied(what_if, text, _bound(what_if.change, argument)))
+            found.append(Applied(what_if, text, argument))
     if problems:
         raise ScenarioError("\n".join(problems))
     return found
-
-
-def _bound(change: Change, argument: str) -> Callable[[Rebuilt], Rebuilt]:
-    return lambda rebuilt: change(rebuilt, argument)

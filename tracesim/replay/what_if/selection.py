@@ -28,16 +28,41 @@ def factor(text: str, what: str) -> float:
     return value
 
 
+def whole_number(text: str, what: str, least: int) -> int:
+    """A whole number from ``least`` on.
+
+    Raises:
+        ScenarioError: if it is none.
+    """
+    if not text.isdecimal() or len(text) > 9 or int(text) < least:
+        raise ScenarioError(f"{what}={text}: write a whole number from {least} on")
+    return int(text)
+
+
+def with_note(rebuilt: Rebuilt, note: str) -> Rebuilt:
+    """The run with something to be said of it, once."""
+    return rebuilt if note in rebuilt.notes else replace(rebuilt, notes=(*rebuilt.notes, note))
+
+
+def regular_expression(pattern: str, what: str) -> re.Pattern[str]:
+    """A pattern in which case does not count.
+
+    Raises:
+        ScenarioError: if it is no regular expression.
+    """
+    try:
+        return re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise ScenarioError(f"{what}: no regular expression ({error})") from None
+
+
 def device_names_matching(rebuilt: Rebuilt, pattern: str, what: str) -> Bool:
     """Device rows whose name a regular expression is found in; case does not count.
 
     Raises:
         ScenarioError: if it is no regular expression, or nothing matches.
     """
-    try:
-        compiled = re.compile(pattern, re.IGNORECASE)
-    except re.error as error:
-        raise ScenarioError(f"{what}={pattern}: no regular expression ({error})") from None
+    compiled = regular_expression(pattern, f"{what}={pattern}")
     matching = np.array([bool(compiled.search(name)) for name in rebuilt.graph.strings], dtype=np.bool_)
     return some(matching[rebuilt.graph.operations.name] & rebuilt.on_device(), f"{what}={pattern}")
 
