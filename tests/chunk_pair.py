@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from op_graphs.lower_step import lower_rank
 from op_graphs.lowering_context import LoweringContext
 from op_graphs.precision import precision_recipe
 from op_graphs.program import GraphNames
+from op_graphs.timeline import Steps, Timeline
 from op_graphs.vocabulary import Stream
 from schedules.assembly import assemble
 from schedules.csv_format import parse_csv
@@ -21,6 +22,7 @@ from tracesim.contention import execute
 from tracesim.cost import CostModel
 from tracesim.cost.contention import sharing_policy
 from tracesim.scenario import Scenario
+from tracesim.simulation import Simulation
 
 
 @dataclass(frozen=True)
@@ -81,3 +83,16 @@ def run_pair(scenario: Scenario, durations: np.ndarray | None = None) -> ChunkPa
         communication=moving.total,
         hidden=intersect(busy, moving).total,
     )
+
+
+def pair_timeline(scenario: Scenario) -> Timeline:
+    """The timeline of a simulated pair as its only step; what is around it is outside of steps."""
+    graph, costs = pair_graph(scenario), CostModel(scenario.hardware)
+    durations = costs.durations_ns(graph)
+    simulation = Simulation(scenario, graph, execute(graph, durations, gap_ns=costs.gap_ns, sharing=None))
+    segments = graph.segments
+    (number,) = [i for i, name in enumerate(segments.name.tolist()) if graph.strings[name] == "F3+B1"]
+    rows = slice(int(segments.begin[number]), int(segments.end[number]))
+    start, end = simulation.execution.start[rows].min(), simulation.execution.end[rows].max()
+    step = {"rank": 0, "number": 1, "start": int(start), "end": int(end)}
+    return replace(simulation.timeline(), steps=Steps.from_rows([step]))

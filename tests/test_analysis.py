@@ -217,6 +217,24 @@ def test_a_measured_step_is_the_device_time_of_its_launches():
     assert step_windows(timeline) == [Window(0, 7, 30, 130), Window(0, 8, 130, 260)]
 
 
+def test_a_copy_that_runs_ahead_does_not_begin_its_step():
+    # The host launches step 8 at 110, when the compute stream is busy until 260 with step 7, and until 40 with what
+    # was launched before the trace. The copy of the next batch has a stream of its own and runs at once.
+    compute, copies, host = 0, 1, 2
+    rows = [
+        (host, 10, 12, OpKind.HOST), (host, 50, 52, OpKind.HOST), (host, 110, 112, OpKind.HOST), (host, 120, 122, G),
+        (compute, 5, 40, G), (copies, 12, 20, OpKind.MEMCPY), (compute, 45, 260, G),
+        (copies, 115, 130, OpKind.MEMCPY), (compute, 270, 400, G),
+    ]  # fmt: skip
+    timeline = timeline_of(
+        rows,
+        tracks=[TrackRole.DEVICE, TrackRole.DEVICE, TrackRole.HOST],
+        steps=[(7, 0, 100), (8, 100, 200)],
+        flows=[(0, 5), (1, 6), (2, 7), (3, 8)],
+    )
+    assert step_windows(timeline) == [Window(0, 7, 40, 260), Window(0, 8, 260, 400)]
+
+
 def test_steps_the_profiler_paused_between_end_by_themselves():
     far = 10_000_000_000
     rows = [

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from op_graphs.columns import Int64
+from op_graphs.columns import Float64, Int64
 from tracesim.diff.alignment import Alignment, Entries
 from tracesim.diff.claims import (
     BUBBLE,
@@ -77,8 +77,8 @@ class Attribution:
     """The differences of all steps, and what each slice has of them."""
 
     steps: tuple[StepAttribution, ...]
-    claimed: tuple[Int64, Int64]
-    """Nanoseconds that each entry of a and of b has of its steps."""
+    claimed: tuple[Float64, Float64]
+    """Nanoseconds that each entry of a and of b has of a step: a mean over the steps of its rank, then over ranks."""
     claims: tuple[tuple[Claims, Claims], ...]
     """Both sides of every step."""
 
@@ -96,8 +96,9 @@ def attribute(alignment: Alignment, claimers: tuple[Claimer, Claimer]) -> Attrib
             claims = claimers[0].step(step.a), claimers[1].step(step.b)
             assert (claims[0].total, claims[1].total) == (step.a.length, step.b.length)
             parts = dict.fromkeys(PARTS, 0)
+            weight = 1 / len(rank.steps) / len(alignment.ranks)
             for side, sign in ((0, -1), (1, 1)):
-                _add(parts, claims[side], lookups[side].matched(segment, claims[side]), side, sign)
+                _add(parts, claims[side], lookups[side].matched(segment, claims[side], weight), side, sign)
             assert sum(parts.values()) == step.difference
             steps.append(
                 StepAttribution(number, step.a.step, step.b.step, step.a.length, step.b.length, parts)
@@ -112,16 +113,16 @@ class _Lookup:
 
     def __init__(self, entries: Entries, slices: int) -> None:
         self.entries = entries
-        self.claimed = np.zeros(len(entries.row), dtype=np.int64)
+        self.claimed = np.zeros(len(entries.row), dtype=np.float64)
         self.place = np.full(slices, -1, dtype=np.int64)
         self.place[entries.row] = np.arange(len(entries.row))
 
-    def matched(self, segment: int, claims: Claims) -> Int64:
-        """1 for each claim of a matched slice, else 0; adds up what each entry has."""
+    def matched(self, segment: int, claims: Claims, weight: float) -> Int64:
+        """1 for each claim of a matched slice, else 0; adds up what each entry has, times a weight."""
         low, high = np.searchsorted(self.entries.segment, (segment, segment + 1))
         self.place[self.entries.row[low:high]] = np.arange(low, high)
         at = self.place[claims.row]
-        np.add.at(self.claimed, at[at >= 0], claims.time[at >= 0])
+        np.add.at(self.claimed, at[at >= 0], weight * claims.time[at >= 0])
         return np.where(at >= 0, self.entries.matched[at], False).astype(np.int64)
 
 

@@ -10,7 +10,7 @@ from op_graphs.timeline import Timeline
 from tracesim.analysis import Breakdown, step_windows
 from tracesim.analysis.clocks import align_clocks, estimate_offsets
 from tracesim.analysis.matching import match_communication
-from tracesim.diff.alignment import MOVED, PIECE, Alignment, align_timelines
+from tracesim.diff.alignment import Alignment, align_timelines
 from tracesim.diff.attribution import Attribution, attribute, mean_parts
 from tracesim.diff.claims import Claimer
 from tracesim.diff.figures import (
@@ -22,6 +22,7 @@ from tracesim.diff.figures import (
     step_figures,
     steps_by_rank,
 )
+from tracesim.diff.matcher import MOVED, PIECE
 from tracesim.diff.memory import compare_peaks
 from tracesim.diff.pairing import pair_ranks
 from tracesim.diff.ranking import host_in_gaps, ranked_operations, unmatched_operations
@@ -56,6 +57,8 @@ def compare_timelines(a: Timeline, b: Timeline) -> Comparison:
             "pairs": len(alignment.how),
             "moved": int((alignment.how == MOVED).sum()),
             "pieces": int((alignment.how == PIECE).sum()),
+            "outside_a_ns": alignment.outside(0),
+            "outside_b_ns": alignment.outside(1),
         },
         "attribution": {
             **mean_parts(attribution.steps),

@@ -27,8 +27,9 @@ from op_graphs.timeline import (
     Tracks,
 )
 from op_graphs.vocabulary import FlowKind
-from tracesim.diff.alignment import MOVED, PIECE, Alignment
+from tracesim.diff.alignment import Alignment
 from tracesim.diff.comparison import Comparison
+from tracesim.diff.matcher import MOVED, PIECE
 
 DIFFERENCE_COUNTER = "b behind a (ms)"
 

@@ -46,6 +46,12 @@ class Operations:
     """Framework operator that launched it, with the one around that; -1 unknown."""
     instance: Int64
     """Host slice of that operator, so that the kernels of one call are known; -1 unknown."""
+    call_size: Int64
+    """Kernels of that call; 0 unknown."""
+    call_place: Int64
+    """The how many-th of them it is; 0 unknown."""
+    call_longest: Int64
+    """1 for the kernel of that call that takes longest, the first of equal ones; else 0."""
     layer: Int64
     module: Int64
     chunk: Int64
@@ -78,6 +84,7 @@ class _Columns:
             name=self._common(slices.name),
             operator=operator,
             instance=instance,
+            **self._calls(instance),
             layer=slices.layer.astype(np.int64),
             module=self._common(slices.module),
             chunk=slices.chunk.astype(np.int64),
@@ -88,6 +95,21 @@ class _Columns:
             dimension=slice_dimensions(self.timeline).astype(np.int64),
             duration=slices.duration,
         )
+
+    def _calls(self, instance: Int64) -> dict[str, Int64]:
+        """The columns that place a kernel in its call."""
+        slices = self.timeline.slices
+        size, place, longest = (np.zeros(len(slices), dtype=np.int64) for _ in range(3))
+        rows = self.device[instance[self.device] >= 0]
+        rows = rows[np.lexsort((rows, slices.start[rows], instance[rows]))]
+        _, first, number, count = np.unique(
+            instance[rows], return_index=True, return_inverse=True, return_counts=True
+        )
+        size[rows] = count[number.ravel()]
+        place[rows] = np.arange(len(rows)) - first[number.ravel()]
+        by_length = rows[np.lexsort((place[rows], -slices.duration[rows], instance[rows]))]
+        longest[by_length[first]] = 1
+        return {"call_size": size, "call_place": place, "call_longest": longest}
 
     def _common(self, ids: npt.NDArray[np.int32]) -> Int64:
         """Ids of device slices in the common numbers; -1 for the others and for -1."""
@@ -181,17 +203,34 @@ def keys(
     """Keys of operations from exact to coarse: equal keys mean the same operation.
 
     The first holds the name; the second what the operation does instead of how it is called, which needs something to
-    say so beside its kind; the third neither the size nor the position in the model.
+    say so beside its kind; the third neither the size nor the position in the model. Of calls that launch several
+    kernels, those of as many compare place by place, then the longest kernel of any with that of any.
     """
     features = tuple(name for name in _FEATURES if name in known)
     sizes = ("flops", "communication_bytes")
     found = [_key(a, b, rows_a, rows_b, ("kind", "name", "communication", *features, *sizes))]
+    coarse: list[tuple[str, ...]] = []
     if known & {"operator", "layer", "module"}:
-        found.append(_key(a, b, rows_a, rows_b, ("kind", "communication", *features, *sizes)))
+        coarse.append(("kind", "communication", *features, *sizes))
     if known & {"operator", "module"}:
         kept = tuple(name for name in ("operator", "module", "phase") if name in known)
-        found.append(_key(a, b, rows_a, rows_b, ("kind", "communication", *kept)))
+        coarse.append(("kind", "communication", *kept))
+    found += [_key(a, b, rows_a, rows_b, (*columns, "call_size", "call_place")) for columns in coarse]
+    if "operator" in known:
+        found += [_of_longest(a, b, rows_a, rows_b, columns) for columns in coarse]
     return found
+
+
+def _of_longest(
+    a: Operations, b: Operations, rows_a: Int64, rows_b: Int64, columns: Sequence[str]
+) -> tuple[Int64, Int64]:
+    """Keys of the longest kernel of each call; all others differ from each other."""
+    keys_of = _key(a, b, rows_a, rows_b, columns)
+    single = []
+    for side, (operations, rows, key) in enumerate(zip((a, b), (rows_a, rows_b), keys_of, strict=True)):
+        chosen = (operations.call_longest[rows] > 0) | (operations.instance[rows] < 0)
+        single.append(np.where(chosen, key, -1 - side - 2 * np.arange(len(rows))))
+    return single[0], single[1]
 
 
 def structure_keys(
@@ -254,7 +293,9 @@ _LIGHT = (
     OpKind.LOSS, OpKind.EMBEDDING, OpKind.ROUTER, OpKind.OPTIMIZER,
 )  # fmt: skip
 _MOVES = (OpKind.MEMCPY, OpKind.MEMSET)
-_DISTINCT = (
+_ANY_MATCH = np.float32(0.05)
+"""What a match counts that is just alike enough."""
+DISTINCT = (
     OpKind.GEMM,
     OpKind.GROUPED_GEMM,
     OpKind.CONVOLUTION,
@@ -302,12 +343,12 @@ WEIGHTS = {
     "microbatch": 0.10,
     "dimension": 0.15,
     "size": 0.20,
-    "duration": 0.05,
+    "duration": 0.15,
 }
 """What each feature counts; those that are not known on both sides are left out, and the rest is scaled to 1."""
 LEAST = 0.5
 """Similarity from which on two operations may be the same."""
-LEAST_OF_DISTINCT = 0.35
+LEAST_OFDISTINCT = 0.35
 """The same for two operations of one distinct kind, such as two GEMMs."""
 
 
@@ -326,14 +367,19 @@ class Similarity:
         rows: tuple[Int64, Int64],
         strings: Sequence[str],
         known: frozenset[str],
+        slower: Float64 | None = None,
     ) -> None:
+        """Compare the operations in ``rows`` of a and of b.
+
+        ``slower`` says for each kind by what factor operations of b take longer as a rule, as a logarithm.
+        """
         used = {name: WEIGHTS[name] for name in ("kind", "name", "size", "duration", *sorted(known))}
         total = sum(used.values())
         self.weights = {name: np.float32(weight / total) for name, weight in used.items()}
         sides = tuple(zip((a, b), rows, strict=True))
-        self.logarithms = tuple(
-            np.log(np.maximum(side.duration[mine], 1)).astype(np.float32) for side, mine in sides
-        )
+        log_a, log_b = (np.log(np.maximum(side.duration[mine], 1)).astype(np.float32) for side, mine in sides)
+        expected = log_a if slower is None else (log_a + slower[a.kind[rows[0]]]).astype(np.float32)
+        self.logarithms = (expected, log_b)
         self.places = [
             (self.weights[name], a_values[rows[0]], b_values[rows[1]])
             for name in _PLACES
@@ -369,23 +415,29 @@ class Similarity:
             first, second = getattr(a, name)[x][:, None], getattr(b, name)[y][None, :]
             told: Bool = (first > _UNKNOWN.get(name, -1)) & (second > _UNKNOWN.get(name, -1))
             found += weights[name] * np.where(told, first == second, np.float32(0.5)).astype(np.float32)
-        distinct = np.isin(kind_a, _DISTINCT) & np.isin(kind_b, _DISTINCT)
-        least = np.where(distinct, LEAST_OF_DISTINCT, LEAST).astype(np.float32)
+        distinct = np.isin(kind_a, DISTINCT) & np.isin(kind_b, DISTINCT)
+        least = np.where(distinct, LEAST_OFDISTINCT, LEAST).astype(np.float32)
         # What the table holds is by how much an operation is over what suffices, before its duration and place.
         result: Float32 = np.where(kinds > 0, found - least, np.float32(-2)).astype(np.float32)
         return result
 
+    def off(self, a: Int64, b: Int64) -> Float32:
+        """By what factor durations differ from what is expected, as a logarithm of at least 0; broadcasts."""
+        return np.asarray(np.abs(self.logarithms[0][a] - self.logarithms[1][b]), dtype=np.float32)
+
     def score(self, a: Int64, b: Int64) -> Float32:
-        """Similarity of elements by their position in ``rows``, 0 where they cannot be the same; broadcasts."""
+        """By how much elements are more alike than they have to be, by their position in ``rows``; broadcasts.
+
+        0 where they cannot be the same. What is above the least is what counts, so that an alignment prefers one good
+        match to two poor ones.
+        """
         found: Float32 = self.table[self.type_a[a], self.type_b[b]]
-        found = found + self.weights["duration"] * np.exp(
-            -np.abs(self.logarithms[0][a] - self.logarithms[1][b])
-        )
+        found = found + self.weights["duration"] * np.exp(-self.off(a, b))
         for weight, places_a, places_b in self.places:
             first, second = places_a[a], places_b[b]
             told = (first >= 0) & (second >= 0)
             found = found + weight * np.where(told, first == second, np.float32(0.5))
-        return np.asarray(np.where(found >= 0, found + np.float32(LEAST), 0), dtype=np.float32)
+        return np.asarray(np.where(found >= 0, found + _ANY_MATCH, 0), dtype=np.float32)
 
 
 def _distinct(side: Operations, rows: Int64, columns: Sequence[str]) -> tuple[Int64, Int64]:

@@ -11,9 +11,10 @@ import numpy as np
 from op_graphs.columns import Float64, Int64
 from op_graphs.timeline import Timeline
 from op_graphs.vocabulary import FlowKind, OpKind, TrackRole
-from tracesim.diff.alignment import PIECE, Alignment
+from tracesim.diff.alignment import Alignment
 from tracesim.diff.attribution import Attribution
 from tracesim.diff.claims import measure_between
+from tracesim.diff.matcher import PIECE
 from tracesim.readers.nesting import Nesting
 
 MOST_ROWS = 30
@@ -42,7 +43,7 @@ def ranked_operations(
         inside = weights[side]
         columns += [
             np.bincount(labels[side], values, count).astype(np.float64)
-            for values in (attribution.claimed[side] * inside, inside, duration * inside)
+            for values in (attribution.claimed[side], inside, duration * inside)
         ]
     own_a, count_a, sum_a, own_b, count_b, sum_b = columns
     order = np.lexsort((np.arange(count), -np.abs(own_b - own_a)))
