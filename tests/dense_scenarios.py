@@ -60,7 +60,7 @@ def dense_scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
         for name in ("grad_reduce", "param_gather", "p2p", "tp")
     }
     if not sp:
-        policies["tp"] = st.sampled_from(["beside-weights", "in-place"])
+        policies["tp"] = st.sampled_from(["beside-weights", "in-place", "gathered-once"])
     recompute = draw(st.sampled_from(["none", "none", "full", {"modules": ["core_attn"]}]))
     changes: dict[str, Any] = {
         "model__layers": pp * vpp * draw(st.integers(1, 2)),

@@ -104,7 +104,7 @@ def test_recompute(written, meant):
         ),
         (
             {"overlap__tp": "asnyc-tp"},
-            "must be true, false or one of beside-weights, in-place, userbuffers, async-tp; did you mean async-tp?",
+            "beside-weights, in-place, gathered-once, userbuffers, async-tp; did you mean async-tp?",
         ),
         (
             {"overlap__tp": "async-tp", "parallel__tp": 2, "parallel__sp": False},

@@ -32,6 +32,7 @@ from .ring_in_place import RingInPlace
 from .ring_under_attention import RingUnderAttention
 from .tensor_async import TensorAsync
 from .tensor_beside_weights import TensorBesideWeights
+from .tensor_gathered_once import TensorGatheredOnce
 from .tensor_in_place import TensorInPlace
 from .tensor_userbuffers import TensorUserbuffers
 from .transfers_ahead import TransfersAhead
@@ -83,7 +84,7 @@ TRANSFERS = OverlapPoint[TransferPlacement](
 TENSOR = OverlapPoint[TensorPlacement](
     "tp",
     "collectives of tensor parallelism",
-    (TensorBesideWeights(), TensorInPlace(), TensorUserbuffers(), TensorAsync()),
+    (TensorBesideWeights(), TensorInPlace(), TensorGatheredOnce(), TensorUserbuffers(), TensorAsync()),
 )
 RING = OverlapPoint[RingPlacement]("cp", "steps of ring attention", (RingUnderAttention(), RingInPlace()))
 PAIRS = OverlapPoint[PairPlacement](

@@ -246,8 +246,9 @@ def schedule_name(arguments: Arguments, plan: Mapping[str, Any]) -> str:
     return f"interleaved-1f1b{options}" if plan["vpp"] > 1 else "1f1b"
 
 
-def overlap_mapping(arguments: Arguments, plan: Mapping[str, Any]) -> dict[str, bool]:
+def overlap_mapping(arguments: Arguments, plan: Mapping[str, Any]) -> dict[str, bool | str]:
     """The ``overlap`` section."""
+    bulk = arguments.flag("tp-comm-overlap")
     off = arguments.flag("no-overlap-p2p-communication")
     arguments.flag("overlap-p2p-communication-warmup-flush")
     arguments.flag("overlap-param-gather-with-optimizer-step")
@@ -255,8 +256,9 @@ def overlap_mapping(arguments: Arguments, plan: Mapping[str, Any]) -> dict[str, 
         "grad_reduce": arguments.flag("overlap-grad-reduce"),
         "param_gather": arguments.flag("overlap-param-gather"),
         "p2p": plan["vpp"] > 1 and not off,
-        "tp": arguments.flag("tp-comm-overlap"),
+        "tp": "userbuffers" if bulk and plan["sp"] and plan["tp"] > 1 else bulk,
         "ep": arguments.flag("overlap-moe-expert-parallel-comm"),
+        "wgrad": arguments.flag("delay-wgrad-compute"),
     }
 
 
