@@ -123,6 +123,20 @@ class HostFigures:
     operation_us: float = 0.0
     """Time the framework takes on the host for one lowered operation, all its launches and Python together; 0 leaves
     the host out."""
+    link_gb_per_s: float = 0.0
+    """Between a GPU and the memory of its host (PCIe, NVLink-C2C), each direction, nominal; 0 where it is not known."""
+    to_device_efficiency: float = 1.0
+    """Share of it a large copy from pinned memory reaches."""
+    to_host_efficiency: float = 1.0
+    """Share of it a large copy into pinned memory reaches."""
+    link_latency_us: float = 0.0
+    """Fixed cost of a copy."""
+    memory_gib: float = 0.0
+    """Memory of the host, the share of one GPU; 0 where it is not known."""
+    memory_gb_per_s: float = 0.0
+    """Bandwidth of the memory of the host, the share of one GPU; 0 where it is not known."""
+    update_efficiency: float = 1.0
+    """Share of it an optimizer step on the processor reaches."""
 
 
 @dataclass(frozen=True)

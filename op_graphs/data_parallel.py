@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from .buckets import Bucket, form_buckets, form_units
 from .lowering_context import LoweringContext
+from .offload_optimizer import split_shard
 from .optimizers import OPTIMIZERS, OptimizerShard
 from .optimizers.shard import Part
 from .parameters import ParameterTensor
@@ -88,7 +89,8 @@ class DataParallelism:
         context = self.context
         whole = sum(tensor.elements for tensor in tensors)
         sharded = self.sharded_elements(tensors)
-        states = OPTIMIZERS[context.training.optimizer].state_bytes(self.optimizer_shard(tensors))
+        updated = split_shard(self.optimizer_shard(tensors)).device
+        states = OPTIMIZERS[context.training.optimizer].state_bytes(updated)
         master = 0.0 if context.dtype is DType.FP32 else context.training.optimizer_dtypes.master.itemsize
         if self.zero == 3:
             # The sharded parameter is the fp32 master; computing copies are gathered in the training dtype.
@@ -103,7 +105,7 @@ class DataParallelism:
         return {
             MemoryCategory.WEIGHTS: round(context.item * (whole - self._replaced_elements(tensors))),
             MemoryCategory.GRADIENTS: round(context.gradient_dtype.itemsize * gradient_elements),
-            MemoryCategory.OPTIMIZER_STATES: round(states + master * sharded),
+            MemoryCategory.OPTIMIZER_STATES: round(states + master * updated.elements),
         }
 
     def sharded_elements(self, tensors: list[ParameterTensor]) -> float:

@@ -67,7 +67,20 @@ class MemoryShape:
     passes: int = 1
 
 
-Shape: TypeAlias = GemmShape | AttentionShape | MemoryShape | None
+@dataclass(frozen=True)
+class HostCopyShape:
+    """``copies`` asynchronous copies between a device and pinned memory of its host, one behind the other."""
+
+    to_host: bool
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class HostUpdateShape:
+    """Work of the processor on memory of the host, bound by that memory's bandwidth."""
+
+
+Shape: TypeAlias = GemmShape | AttentionShape | MemoryShape | HostCopyShape | HostUpdateShape | None
 
 
 @dataclass(frozen=True)
@@ -171,6 +184,8 @@ class OpGraph:
     buffers: Buffers
     shapes: tuple[Shape, ...] = ()
     groups: tuple[CommunicationGroup, ...] = ()
+    host_bytes: tuple[int, ...] = ()
+    """Bytes in the memory of the host that each represented rank holds over the whole step; empty for none."""
 
     def __post_init__(self) -> None:
         rows = len(self.operations)

@@ -17,6 +17,7 @@ from .lower_mlp import Mlp, MlpSaved, mlp_backward, mlp_forward, recompute_mlp
 from .lower_quantization import quantize_gradient, quantize_input, weight_gradient_input
 from .lowering_context import LoweringContext
 from .model import MixtureOfExperts
+from .offload_activations import begin_part, end_part, offload
 from .program import DeferredGemm, ProgramBuilder, Tensor
 from .vocabulary import DType, OpKind, Phase
 
@@ -218,6 +219,7 @@ def _expert_linears_forward(
     builder.module = "mlp.experts"
     row = _grouped_forward(builder, context, fc1, sizes, expert_input, keep_copy=keep)
     builder.forget_unless_kept(expert_input, row)
+    offload(builder, context, layer, "expert_fc1", [expert_input])
     fc1_output = builder.activation("expert_fc1_output", context.item * sizes.copies * fc1.outputs, row)
     fc2_input = _expert_activation(builder, context, sizes)
     builder.forget_unless_kept(fc1_output, builder.last_row)
@@ -229,6 +231,7 @@ def _expert_linears_forward(
         builder.release(fc2_input, row)
     else:
         builder.forget_unless_kept(fc2_input, row)
+    offload(builder, context, layer, "moe_act", [fc1_output])
     builder.module = "mlp"
     return (fc1_output, None if recomputed else fc2_input), output
 
@@ -325,6 +328,7 @@ def _expert_linears_backward(
 ) -> Tensor:
     fc1, fc2 = (_expert_linear(context, layer, sizes, which) for which in ("fc1", "fc2"))
     builder.module = "mlp.experts"
+    begin_part(builder, context, layer, "moe_act")
     fc2_input = saved.fc2_input
     if fc2_input is None:
         phase, builder.phase = builder.phase, Phase.RECOMPUTE
@@ -342,7 +346,10 @@ def _expert_linears_backward(
     builder.release(d_fc2_input, row)
     builder.release(saved.fc1_output, row)
     d_fc1 = builder.temporary("expert_fc1_gradient", fc1_bytes, row)
+    end_part(builder, context, layer, "moe_act")
+    begin_part(builder, context, layer, "expert_fc1")
     d_input = _grouped_backward(builder, context, fc1, sizes, saved.expert_input, d_fc1)
+    end_part(builder, context, layer, "expert_fc1")
     builder.module = "mlp"
     return d_input
 

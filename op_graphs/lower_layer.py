@@ -15,6 +15,7 @@ from .lower_experts import ExpertsSaved, experts_backward, experts_forward
 from .lower_linear import layer_linear, row_parallel_backward, row_parallel_forward
 from .lower_mlp import Mlp, MlpSaved, mlp_backward, mlp_forward, recompute_mlp
 from .lowering_context import LoweringContext
+from .offload_activations import begin_part, end_part, offload
 from .program import ProgramBuilder, Tensor
 from .vocabulary import OpKind, Phase
 
@@ -66,6 +67,8 @@ def layer_forward(
     attention = attention_forward(builder, context, layer, normalized, keep_input=keep_normalized)
     if keep_normalized and _copies_suffice(context, attention):
         builder.discard(normalized)
+    offload(builder, context, layer, "qkv_linear", [normalized])
+    offload(builder, context, layer, "core_attn", [attention.core.qkv, *attention.core.inner])
     projected = row_parallel_forward(
         builder,
         context,
@@ -74,10 +77,12 @@ def layer_forward(
         discard_input=attention.output != attention.core.output,
     )
     builder.forget_unless_kept(attention.output, builder.last_row)
+    offload(builder, context, layer, "attn_proj", [attention.output])
     middle, attention_mask = _bias_dropout_add(builder, context, "attention_residual", projected)
     attention_norm = _NormSaved(block_input, normalized if keep_normalized else None)
     if not keep_input:
         builder.forget_unless_kept(block_input, builder.last_row)
+    offload(builder, context, layer, "attn_norm", [block_input])
 
     builder.module = "mlp"
     normalized = _norm(builder, context, "pre_mlp_layernorm", layer)
@@ -91,6 +96,7 @@ def layer_forward(
     if builder.keep_activations and context.training.recompute.keeps_products:
         mlp_output = builder.activation("mlp_output", context.hidden_bytes, builder.last_row)
     builder.forget_unless_kept(middle, builder.last_row)
+    offload(builder, context, layer, "mlp_norm", [middle])
     saved = LayerSaved(attention_norm, attention, mlp_norm, mlp, attention_mask, mlp_mask, mlp_output)
     return saved, output
 
@@ -165,6 +171,7 @@ def layer_backward(
     """Emit the backward pass of a layer; takes the gradient of its output, returns the gradient of its input."""
     builder.layer = layer
     builder.module = "mlp"
+    begin_part(builder, context, layer, "mlp_norm")
     if context.training.recompute.keeps_products:
         _residual_again(builder, context, saved)
     branch = _residual_backward(builder, context, "mlp_residual", "fc2", saved.mlp_mask, gradient)
@@ -175,16 +182,26 @@ def layer_backward(
     gradient = _norm_backward(
         builder, context, "pre_mlp_layernorm", layer, saved.mlp_norm, d_normalized, gradient
     )
+    end_part(builder, context, layer, "mlp_norm")
     builder.module = "self_attention"
+    begin_part(builder, context, layer, "attn_norm")
     branch = _residual_backward(
         builder, context, "attention_residual", "proj", saved.attention_mask, gradient
     )
+    begin_part(builder, context, layer, "attn_proj")
     d_core = _projection_backward(builder, context, layer, saved.attention, branch, gradient)
+    end_part(builder, context, layer, "attn_proj")
     normalized = _normalized(builder, context, "input_layernorm", layer, saved.attention_norm)
+    begin_part(builder, context, layer, "core_attn")
+    begin_part(builder, context, layer, "qkv_linear")
     d_normalized = attention_backward(builder, context, layer, saved.attention, normalized, d_core)
-    return _norm_backward(
+    end_part(builder, context, layer, "core_attn")
+    end_part(builder, context, layer, "qkv_linear")
+    gradient = _norm_backward(
         builder, context, "input_layernorm", layer, saved.attention_norm, d_normalized, gradient
     )
+    end_part(builder, context, layer, "attn_norm")
+    return gradient
 
 
 def _residual_again(builder: ProgramBuilder, context: LoweringContext, saved: LayerSaved) -> None:

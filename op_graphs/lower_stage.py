@@ -41,6 +41,7 @@ from .lower_vision import (
     vision_units,
 )
 from .lowering_context import LoweringContext
+from .offload_activations import LAYER, begin_backward, begin_part, offload
 from .overlap.registry import GRADIENTS, PARAMETERS
 from .parameters import ParameterTensor, parameters_on_stage
 from .program import Program, ProgramBuilder, Tensor
@@ -274,6 +275,7 @@ class _ChunkLowering:
             group = groups.get(layer)
             if group is not None:
                 blocks.append(_Recomputed(group, hidden))
+            block_input, buffers = hidden, builder.buffer_count
             builder.keep_activations = group is None
             for inner in group or range(layer, layer + 1):
                 weights.enter(context.unit(inner))
@@ -281,6 +283,8 @@ class _ChunkLowering:
                 saved, hidden = layer_forward(builder, context, inner, hidden, keep_input=keep_input)
                 weights.leave(context.unit(inner))
             builder.keep_activations = True
+            kept = [tensor for tensor in builder.kept_since(buffers) if tensor != hidden]
+            offload(builder, context, layer, LAYER, [block_input, *kept])
             if group is None:
                 blocks.append((layer, saved))
             layer = group.stop if group else layer + 1
@@ -321,6 +325,7 @@ class _ChunkLowering:
             context.names, chunk=self.chunk.index, phase=Phase.BACKWARD_INPUT, forward=forward
         )
         builder.deferred = [] if split else None
+        begin_backward(builder)
         builder.casts_weights = self.rules.reshards
         weights = ShardedWeights(builder, self.rules, self._units(backward=True)).with_buckets(self.buckets)
         reduction = GradientReduction(builder, self.rules, buckets)
@@ -340,7 +345,7 @@ class _ChunkLowering:
             reduction.emit_complete()
         else:
             gradient = builder.allocate(
-                "received_gradient", context.hidden_bytes, 0, MemoryCategory.TEMPORARY
+                "received_gradient", context.hidden_bytes, builder.lead, MemoryCategory.TEMPORARY
             )
         gradient = self._layers_backward(builder, weights, reduction, saved.blocks, gradient)
         if saved.embedding is not None:
@@ -362,8 +367,10 @@ class _ChunkLowering:
     ) -> Tensor:
         context = self.context
         for block in reversed(blocks):
-            for layer in block.layers if isinstance(block, _Recomputed) else (block[0],):
+            held = block.layers if isinstance(block, _Recomputed) else range(block[0], block[0] + 1)
+            for layer in held:
                 weights.enter(context.unit(layer))
+            begin_part(builder, context, held.start, LAYER)
             layers = _recompute(builder, context, block) if isinstance(block, _Recomputed) else [block]
             for layer, layer_saved in reversed(layers):
                 gradient = layer_backward(builder, context, layer, layer_saved, gradient)

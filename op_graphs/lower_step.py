@@ -16,6 +16,7 @@ from .buckets import form_buckets
 from .data_parallel import DataParallelism
 from .lower_stage import ChunkPrograms
 from .lowering_context import LoweringContext
+from .offload_optimizer import emit_gradient_copies, emit_host_updates, host_state_bytes, split_shard
 from .optimizers import OPTIMIZERS
 from .overlap.registry import GRADIENTS, PARAMETERS
 from .parameters import ParameterTensor, elements_of
@@ -53,6 +54,8 @@ class RankPrograms:
     persistent: tuple[PersistentBuffer, ...]
     receive_bytes: int
     """Bytes of the tensor passed between neighbouring stages."""
+    host_bytes: int = 0
+    """Memory of the host that is held as long as the job."""
 
 
 def lower_rank(
@@ -66,6 +69,9 @@ def lower_rank(
         after=_after(context, chunks),
         persistent=tuple(_persistent(context, chunks, workspace_bytes)),
         receive_bytes=round(context.hidden_bytes),
+        host_bytes=round(
+            host_state_bytes(split_shard(DataParallelism(context).optimizer_shard(_parameters(chunks))).host)
+        ),
     )
 
 
@@ -213,10 +219,15 @@ def _optimizer_step(
         )
         builder.wait_for(row)
     builder.memory_bound("gradient_clip", OpKind.OPTIMIZER, read=gradient, written=gradient, dtype=dtype)
-    OPTIMIZERS[context.training.optimizer].emit_step(builder, shard)
-    # A master of two bytes is the rest of the model's weight, which the update writes itself.
-    if context.dtype is not DType.FP32 and context.training.optimizer_dtypes.master is DType.FP32:
-        _copy_to_model(builder, context, rules, chunks)
+    split = split_shard(shard)
+    copied = emit_gradient_copies(builder, split.host) if split.host.parts else []
+    if split.device.parts:
+        OPTIMIZERS[context.training.optimizer].emit_step(builder, split.device)
+        # A master of two bytes is the rest of the model's weight, which the update writes itself.
+        if context.dtype is not DType.FP32 and context.training.optimizer_dtypes.master is DType.FP32:
+            _copy_to_model(builder, context, rules, [part.tensor for part in split.device.parts])
+    if copied:
+        emit_host_updates(builder, copied, 4.0 if rules.zero == 3 else context.item)
     if copy is not None:
         # It lives until gradients are zeroed for the next step.
         builder.release(copy, builder.last_row)
@@ -226,10 +237,9 @@ def _copy_to_model(
     builder: ProgramBuilder,
     context: LoweringContext,
     rules: DataParallelism,
-    chunks: Sequence[ChunkPrograms],
+    parameters: list[ParameterTensor],
 ) -> None:
     """Master weights to the weights of the model, in the type in which they are gathered."""
-    parameters = _parameters(chunks)
     elements, written, recipe = rules.sharded_elements(parameters), 0.0, context.recipe
     written = context.item * elements
     if recipe is not None and context.training.fp8_param_gather:

@@ -34,6 +34,10 @@ class LoweringContext:
     """Whether the output of fused attention is copied into the layout of the linears (``tracesim.lowering``)."""
     module_prefix: str = ""
     """Path before every module: that of a model inside the model."""
+    chunk_layers: range = range(0)
+    """Layers of the model chunk that is lowered."""
+    backward_at_once: bool = False
+    """Whether each backward pass of this chunk comes right behind its forward pass."""
 
     @property
     def tp(self) -> int:

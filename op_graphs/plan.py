@@ -88,6 +88,27 @@ class LibraryPlan:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """What is kept in the memory of the host between its uses.
+
+    Kept activations of ``modules`` in every layer (Megatron-Core ``--offload-modules``), or all those of the first
+    ``layers`` layers of each model chunk (Transformer Engine ``get_cpu_offload_context``); and the states of the part
+    ``optimizer`` of the parameters, which the host updates (Megatron-Core ``--optimizer-offload-fraction``).
+    """
+
+    modules: tuple[str, ...] = ()
+    layers: int = 0
+    minimum_bytes: int = 1 << 21
+    """Smaller tensors stay."""
+    in_flight: int | None = None
+    """Copies to the host of one kind that compute runs ahead of; None for any number."""
+    optimizer: float = 0.0
+    """Part of the parameters, 0 to 1."""
+    optimizer_overlap: bool = True
+    """Whether copies and updates of different parameters run at the same time."""
+
+
+@dataclass(frozen=True)
 class TrainingPlan:
     """Batch, precision and optimizer of a step."""
 
@@ -105,6 +126,7 @@ class TrainingPlan:
     optimizer: str = "adam"
     optimizer_dtypes: OptimizerDTypes = field(default_factory=OptimizerDTypes)
     recompute: Recompute = field(default_factory=Recompute)
+    offload: Offload = field(default_factory=Offload)
     cross_entropy: CrossEntropy = "unfused"
     gradient_accumulation_fusion: bool = True
     """Whether the GEMM of a weight gradient adds to the main gradient itself; else it makes a gradient of its own."""

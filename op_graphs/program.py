@@ -62,6 +62,12 @@ class Program:
     """Parameter name -> row that completes its gradient."""
     parameter_rows: dict[str, int] = field(default_factory=dict)
     """Parameter name -> first row that reads it."""
+    lead: int = 0
+    """Rows in front that are started beside the action before: copies from the host that are needed first."""
+    first_reload: int = -1
+    """First row that copies kept activations from the host; -1 without one."""
+    last_offload: int = -1
+    """Last row that copies kept activations to the host; -1 without one."""
 
     def __len__(self) -> int:
         return len(self.operations)
@@ -120,6 +126,20 @@ class DeferredGemm:
     """Type of the main gradient to which its result is added afterwards; None if it writes where it belongs."""
 
 
+@dataclass(frozen=True)
+class HostGroup:
+    """Activations of a part of a layer that spend the time until their backward pass in the memory of the host."""
+
+    part: str
+    layer: int
+    tensors: tuple[Tensor, ...] = ()
+    """Empty where they stay on the device."""
+    size: int = 0
+    """Bytes of all of them."""
+    row: int = -1
+    """Row of the forward program that copies them to the host."""
+
+
 class ProgramBuilder:
     """Collects the operations of a program in the order the framework launches them.
 
@@ -152,6 +172,13 @@ class ProgramBuilder:
         self._backward_input = backward_input
         self.deferred: list[DeferredGemm] | None = None
         """Weight-gradient GEMMs put off to a program of their own, where the backward is split; None if it is not."""
+        self.host_groups: dict[tuple[str, int], HostGroup] = {}
+        """Of a forward program: what is moved to the host, by part and layer, in the order of the copies."""
+        self.reload_rows: dict[tuple[str, int], int] = {}
+        """Of a backward program: the row that brings each back."""
+        self.lead = 0
+        self._reloaded: dict[Tensor, Tensor] = {}
+        self._arrivals: list[int] = []
         self._held: set[Tensor] = set()
         self.casts_weights = False
         """Whether linears quantise their weights here, where a low-precision recipe does."""
@@ -167,6 +194,16 @@ class ProgramBuilder:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def forward(self) -> ProgramBuilder | None:
+        """The forward program that this one continues; None for a forward program."""
+        return self._forward
+
+    @property
+    def buffer_count(self) -> int:
+        """Buffers allocated so far."""
+        return len(self._buffers)
 
     @property
     def last_row(self) -> int:
@@ -204,9 +241,31 @@ class ProgramBuilder:
             shape=self.names.shape(shape),
             dtype=dtype,
         )
-        self._dependencies += [(row, source) for source in self._pending]
+        self._dependencies += [(row, source) for source in (*self._pending, *self._arrivals)]
         self._pending.clear()
+        self._arrivals.clear()
         self._last_compute = row
+        return row
+
+    def beside(
+        self,
+        name: str,
+        kind: OpKind,
+        stream: Stream,
+        *,
+        after: Sequence[int],
+        read: float = 0,
+        written: float = 0,
+        shape: Shape = None,
+        dtype: DType = DType.NONE,
+        phase: Phase | None = None,
+    ) -> int:
+        """Add an operation to a stream beside compute, behind the rows in ``after`` (-1 for none); returns its row."""
+        index = self.names.shape(shape)
+        row = self._add(
+            name, kind, stream, phase, bytes_read=read, bytes_written=written, shape=index, dtype=dtype
+        )
+        self._dependencies += [(row, source) for source in after if source >= 0]
         return row
 
     def gemm(
@@ -271,12 +330,18 @@ class ProgramBuilder:
             dtype=dtype,
         )
         sources = [self._last_compute] if after is None else list(after)
+        if _DIMENSION_STREAMS[dimension] != Stream.DP:
+            sources += self._arrivals
         self._dependencies += [(row, source) for source in sources if source >= 0]
         return row
 
     def wait_for(self, *rows: int) -> None:
         """Make the next compute operation wait for these rows; -1 stands for no row."""
         self._pending.extend(row for row in rows if row >= 0)
+
+    def wait_for_arrival(self, row: int) -> None:
+        """Make the next compute operation wait for a copy from the host, and collectives on activations until then."""
+        self._arrivals.append(row)
 
     def depend(self, row: int, source: int) -> None:
         """Make one row wait for another."""
@@ -311,6 +376,7 @@ class ProgramBuilder:
 
         A buffer that a deferred GEMM still reads is left to that GEMM.
         """
+        tensor = self._reloaded.get(tensor, tensor)
         if tensor in self._held or tensor in tensor.owner._discarded:
             return
         if tensor.owner is self:
@@ -323,8 +389,9 @@ class ProgramBuilder:
     def defer(self, gemm: DeferredGemm) -> None:
         """Put a weight-gradient GEMM off to another program; what it reads stays alive until then."""
         assert self.deferred is not None
-        self.deferred.append(replace(gemm, module=self.module_prefix + gemm.module))
-        for tensor in gemm.reads:
+        reads = tuple(self._reloaded.get(tensor, tensor) for tensor in gemm.reads)
+        self.deferred.append(replace(gemm, module=self.module_prefix + gemm.module, reads=reads))
+        for tensor in reads:
             self._held.add(tensor)
             if tensor.owner is self:
                 self._buffers[tensor.index][1] = -1
@@ -347,6 +414,31 @@ class ProgramBuilder:
         assert tensor.owner is self
         self.release(tensor, self._copied_at[tensor])
         self._discarded.add(tensor)
+
+    def kept_among(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Buffers of this program that are left to the backward pass: those given, and copies kept in their place."""
+        copies = [copy for (source, _), copy in self._copies.items() if source in tensors]
+        return [
+            tensor
+            for tensor in dict.fromkeys((*tensors, *copies))
+            if self._buffers[tensor.index][1] < 0 and tensor not in self._discarded
+        ]
+
+    def kept_since(self, index: int) -> list[Tensor]:
+        """Activations allocated since there were ``index`` buffers that are left to the backward pass."""
+        found = [Tensor(self, at) for at in range(index, len(self._buffers))]
+        activations = int(MemoryCategory.ACTIVATIONS)
+        return self.kept_among([one for one in found if self._buffers[one.index][3] == activations])
+
+    def size_of(self, tensor: Tensor) -> int:
+        """Bytes of a buffer of this program."""
+        return self._buffers[tensor.index][2]
+
+    def reload(self, tensor: Tensor, row: int) -> None:
+        """Let a new buffer, from ``row`` on, stand for one that the forward program moved to the host."""
+        _, _, size, category, name = tensor.owner._buffers[tensor.index]
+        self._buffers.append([row, -1, size, category, name])
+        self._reloaded[tensor] = Tensor(self, len(self._buffers) - 1)
 
     def forget_unless_kept(self, tensor: Tensor, row: int) -> None:
         """Release an activation after its last use in forward, unless it is kept for the backward pass."""
@@ -376,6 +468,9 @@ class ProgramBuilder:
             output_row=self.output_row,
             gradient_rows=dict(self.gradient_rows),
             parameter_rows=dict(self.parameter_rows),
+            lead=self.lead,
+            first_reload=min(self.reload_rows.values(), default=-1),
+            last_offload=max((group.row for group in self.host_groups.values()), default=-1),
         )
 
     def _releases_of(self, owner: ProgramBuilder | None) -> Int64:

@@ -18,7 +18,7 @@ class GradientReduction:
         self._builder = builder
         self._rules = rules
         self._open = list(buckets)
-        self._begin = 0
+        self._begin = len(builder)
         self._placement = GRADIENTS.chosen(rules.context.overlap.grad_reduce)
 
     def emit_complete(self) -> None:

@@ -94,7 +94,8 @@ class Stream(IntEnum):
     """Logical streams of one simulated rank, in the order their tracks are drawn.
 
     Sends and receives to each neighbour have a stream of their own, so a send never queues behind a receive
-    whose partner has not arrived.
+    whose partner has not arrived. Copies to and from the memory of the host have one each, because a link carries
+    both directions at once.
     """
 
     COMPUTE = 0
@@ -107,6 +108,8 @@ class Stream(IntEnum):
     PP_SEND_PREVIOUS = 7
     DP = 8
     HOST = 9
+    COPY_TO_HOST = 10
+    COPY_TO_DEVICE = 11
 
 
 class TrackRole(IntEnum):
@@ -144,6 +147,8 @@ STREAM_ROLES: dict[Stream, TrackRole] = {
     Stream.PP_SEND_PREVIOUS: TrackRole.COMMUNICATION_PP,
     Stream.DP: TrackRole.COMMUNICATION_DP,
     Stream.HOST: TrackRole.HOST,
+    Stream.COPY_TO_HOST: TrackRole.DEVICE,
+    Stream.COPY_TO_DEVICE: TrackRole.DEVICE,
 }
 
 ROLE_DIMENSIONS: dict[TrackRole, Dimension] = {

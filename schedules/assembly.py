@@ -5,6 +5,8 @@ joined by a rendezvous. What is decided here is only order and waiting:
 
 - Compute of a rank runs in the order of its actions.
 - When a transfer is posted and what waits for it is the policy of ``overlap.p2p`` (``op_graphs.overlap``).
+- Copies from the host that a backward pass needs first start when the action before it does; the first copy of a
+  microbatch from the host waits for its last copy to the host.
 - The step ends with the programs that synchronise gradients and update weights, which wait for all streams.
 """
 
@@ -87,6 +89,11 @@ class _Part:
     stage: int
     action: Action | None
 
+    @property
+    def begin(self) -> int:
+        """First row that does not start ahead of the action."""
+        return self.base + self.program.lead
+
 
 @dataclass
 class _RankState:
@@ -161,7 +168,7 @@ class _Assembly:
             self.microbatches.append((placed.base + merged.first_rows, action.parts[0].microbatch))
             self.microbatches.append((placed.base + merged.second_rows, action.parts[1].microbatch))
             # Both inputs are awaited before the pair begins.
-            entry = placed.base
+            entry = placed.begin
         # What comes from another stage: through a receive, or directly where one rank holds both stages.
         for need in requirements(action, self.schedule):
             if need.is_receive:
@@ -169,15 +176,26 @@ class _Assembly:
             elif need.stage not in {part.stage for part in action.parts} and need in self.produced:
                 self.edges.append((entry, self.produced[need]))
         transfers = state.transfers
-        self.edges += [(placed.base, row) for row in self.transfers.compute_waits(transfers)]
+        self.edges += [(placed.begin, row) for row in self.transfers.compute_waits(transfers)]
         transfers.batch = [*transfers.sends, *transfers.receives] or transfers.batch
         transfers.sends, transfers.receives = [], []
+        if placed.program.lead and len(state.compute_ends) > 1:
+            self.edges.append((placed.base, state.compute_ends[-2]))
         for part, piece in zip(action.parts, held, strict=True):
+            self._await_offload(part, piece)
             self.by_action[part] = piece
             self.holders.append(piece)
             if piece.program.output_row >= 0:
                 self.produced[part] = placed.base + piece.program.output_row
         transfers.compute_ends.append(state.stream_ends[Stream.COMPUTE])
+
+    def _await_offload(self, action: Action, part: _Part) -> None:
+        """Nothing comes back from the host before all of its microbatch has gone there."""
+        forward = self.by_action.get(Action(action.stage, ActionKind.FORWARD, action.microbatch))
+        if part.program.first_reload >= 0 and forward is not None:
+            self.edges.append(
+                (part.base + part.program.first_reload, forward.base + forward.program.last_offload)
+            )
 
     def _interleaved(self, first: Program, second: Program) -> Interleaved:
         key = (id(first), id(second))
@@ -214,12 +232,12 @@ class _Assembly:
         # A program that opens with a collective launches it behind the compute before it.
         if (
             len(program)
-            and program.operations.stream[0] != Stream.COMPUTE
+            and program.operations.stream[program.lead] != Stream.COMPUTE
             and not (action and not action.is_compute)
         ):
             previous = state.stream_ends.get(Stream.COMPUTE)
             if previous is not None:
-                self.edges.append((part.base, previous))
+                self.edges.append((part.begin, previous))
         for stream, row in streams:
             state.stream_ends[stream] = part.base + row
         self.parts.append(part)
@@ -284,6 +302,7 @@ class _Assembly:
             buffers=buffers,
             shapes=self.names.shapes(),
             groups=self.names.groups(),
+            host_bytes=tuple(programs.host_bytes for programs in self.programs),
         )
 
     def _segments(self) -> Segments:
@@ -291,7 +310,7 @@ class _Assembly:
         drawn = [part for part in self.parts if part.name and len(part.program)]
         return Segments.from_rows(
             {
-                "begin": part.base,
+                "begin": part.begin,
                 "end": part.base + len(part.program),
                 "template": templates.setdefault(id(part.program), len(templates)),
                 "name": self.names.strings.intern(part.name),

@@ -37,7 +37,8 @@ def interleave(first: Program, second: Program, overlap: OverlapPlan) -> Interle
     """Lay two programs on one stream, a forward and a backward (``second``), as the policies of a plan order them."""
     weights = WEIGHTS.chosen(overlap.wgrad)
     first, second = _exchanges_before_weights(first, weights), _exchanges_before_weights(second, weights)
-    order = PAIRS.chosen(overlap.ep).order(first, second, lambda program: _pieces(program, weights))
+    lead = [(0, np.arange(second.lead)), (1, np.arange(first.lead))]
+    order = [*lead, *PAIRS.chosen(overlap.ep).order(first, second, lambda program: _pieces(program, weights))]
     lengths = (len(second), len(first))
     new_rows = tuple(np.empty(length, dtype=np.int64) for length in lengths)
     source: list[Int64] = []
@@ -56,6 +57,7 @@ def interleave(first: Program, second: Program, overlap: OverlapPlan) -> Interle
         buffers=ProgramBuffers.empty(),
         forward_release=nothing,
         input_release=nothing,
+        lead=first.lead + second.lead,
     )
     return Interleaved(program, moved, new_rows[1], new_rows[0])
 
@@ -63,7 +65,7 @@ def interleave(first: Program, second: Program, overlap: OverlapPlan) -> Interle
 def _bounds(program: Program) -> list[int]:
     """Bounds of runs of rows that each end with an expert-parallel exchange, but perhaps for the last."""
     ends = (np.flatnonzero(program.operations.stream == Stream.EP) + 1).tolist()
-    bounds = [0, *ends]
+    bounds = [program.lead, *ends]
     return bounds if bounds[-1] == len(program) else [*bounds, len(program)]
 
 
@@ -122,6 +124,9 @@ def _moved(program: Program, new_rows: Int64) -> Program:
     def rows(old: Int64) -> Int64:
         return np.where(old >= 0, new_rows[old], -1) if len(old) else old
 
+    def row(old: int) -> int:
+        return int(new_rows[old]) if old >= 0 else -1
+
     held = program.buffers
     return replace(
         program,
@@ -132,5 +137,7 @@ def _moved(program: Program, new_rows: Int64) -> Program:
         forward_release=rows(program.forward_release),
         input_release=rows(program.input_release),
         input_row=int(new_rows[program.input_row]),
-        output_row=int(new_rows[program.output_row]) if program.output_row >= 0 else -1,
+        output_row=row(program.output_row),
+        first_reload=row(program.first_reload),
+        last_offload=row(program.last_offload),
     )

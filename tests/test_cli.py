@@ -107,7 +107,8 @@ def test_the_report_as_json_has_the_documented_keys(folder):
         "iteration_time_ms", "tokens_per_second", "tokens_per_second_per_gpu", "model_tflops_per_gpu",
         "mfu", "mfu_full_attention", "hfu",
         "pipeline_bubble_fraction", "exposed_communication_fraction",
-        "peak_allocated_gib", "peak_reserved_gib", "memory_capacity_gib", "fits_in_memory", "stages",
+        "peak_allocated_gib", "peak_reserved_gib", "memory_capacity_gib", "fits_in_memory",
+            "host_memory_gib", "host_memory_capacity_gib", "stages",
         "exposed_communication",
     ]  # fmt: skip
     assert (report["schema"], report["name"], report["world_size"]) == ("tracesim.report/1", "small", 8)

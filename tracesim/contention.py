@@ -30,6 +30,8 @@ from .sharing import SharingPolicy
 
 _READY, _PROGRESS = 0, 1
 _UNPLANNED = 0
+_STREAMS_WITHOUT_SM = (Stream.HOST, Stream.COPY_TO_HOST, Stream.COPY_TO_DEVICE)
+"""Copy engines and the processor of the host."""
 _EPSILON = 1e-6
 """Nanoseconds of work below which an operation is done: far below the clock, far above rounding."""
 
@@ -92,6 +94,7 @@ class _Run:
         self.rendezvous: list[int] = operations.rendezvous.tolist()
         self.device_of = operations.rank.tolist()
         self.is_kernel = (operations.stream == Stream.COMPUTE).tolist()
+        self.needs_no_sm = np.isin(operations.stream, _STREAMS_WITHOUT_SM).tolist()
         self.classes: list[int] = sharing.classes.tolist()
         self.taken: list[int] = [demand.sms_taken for demand in sharing.demands]
         self.last_wave: list[float] = [demand.last_wave for demand in sharing.demands]
@@ -168,7 +171,7 @@ class _Run:
 
     def _become_ready(self, row: int, now: int) -> None:
         device = self.devices[self.device_of[row]]
-        if self.is_kernel[row] or not self._must_wait(device, now):
+        if self.is_kernel[row] or self.needs_no_sm[row] or not self._must_wait(device, now):
             self._admit(row, now)
         else:
             device.blocked.append(row)

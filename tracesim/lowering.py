@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from op_graphs.graph import OpGraph
 from op_graphs.imbalance import Level, StageLoads, stage_loads
@@ -12,7 +13,7 @@ from op_graphs.lowering_context import LoweringContext
 from op_graphs.precision import precision_recipe
 from op_graphs.program import GraphNames
 from op_graphs.stage_layout import layers_per_stage
-from schedules.actions import Schedule
+from schedules.actions import ActionKind, Schedule
 from schedules.assembly import assemble
 from schedules.check import check_schedule
 from schedules.communication import add_communication
@@ -79,6 +80,18 @@ def _check_operations(programs: Sequence[RankPrograms], schedule: Schedule) -> N
         )
 
 
+def _turns_at_once(schedule: Schedule, pipeline_rank: int, stage: int) -> bool:
+    """Whether each forward pass of a stage is followed by its own backward pass."""
+    row = [action for action in schedule.actions[pipeline_rank] if action.is_compute]
+    return all(
+        at + 1 < len(row)
+        and row[at + 1].kind in (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_INPUT)
+        and (row[at + 1].stage, row[at + 1].microbatch) == (stage, action.microbatch)
+        for at, action in enumerate(row)
+        if action.kind is ActionKind.FORWARD and action.stage == stage
+    )
+
+
 def _lower_rank(
     scenario: Scenario,
     names: GraphNames,
@@ -118,7 +131,12 @@ def _lower_rank(
             has_embedding=part == 0,
             has_head=part == len(layers) - 1,
         )
-        chunks.append(lower_chunk(context, chunk))
+        placed = replace(
+            context,
+            chunk_layers=chunk.layers,
+            backward_at_once=_turns_at_once(schedule, pipeline_rank, stage),
+        )
+        chunks.append(lower_chunk(placed, chunk))
     workspaces = library_workspace_bytes(
         scenario.hardware, scenario.libraries, grouped=scenario.model.moe is not None
     )

@@ -18,6 +18,7 @@ from .analysis.intervals import Intervals, clip, join, subtract, union
 from .engine import Execution
 from .memory import AllocatorUsage
 from .memory.curves import MemoryCurve
+from .offload_report import OFFLOAD_STREAMS, offload_figures
 from .scenario import Scenario
 
 SCHEMA = "tracesim.report/1"
@@ -76,6 +77,8 @@ def build_report(
         "peak_reserved_gib": peak_reserved,
         "memory_capacity_gib": capacity,
         "fits_in_memory": peak_reserved <= capacity,
+        "host_memory_gib": max(stage["offload"]["host_memory_gib"] for stage in stages),
+        "host_memory_capacity_gib": scenario.hardware.host.memory_gib or None,
         "stages": stages,
     }
 
@@ -150,6 +153,7 @@ def _stage(
             category.name.lower(): float(at_peak[category]) / _GIB for category in MemoryCategory
         },
         "peak_time_ms": float(curve.time[curve.peak_moment]) / 1e6,
+        "offload": offload_figures(graph, execution, rank),
         "alive_at_peak": [
             {
                 "name": tensor.name,
@@ -212,7 +216,7 @@ def bubble_fraction(graph: OpGraph, execution: Execution) -> float:
         return 0.0
     idle = []
     for rank in range(len(graph.ranks)):
-        own = graph.operations.rank == rank
+        own = (graph.operations.rank == rank) & ~np.isin(graph.operations.stream, OFFLOAD_STREAMS)
         busy = _busy(execution, np.flatnonzero(own), low, high)
         idle.append(1 - int((busy.end - busy.start).sum()) / (high - low))
     return float(np.mean(idle))

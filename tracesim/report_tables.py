@@ -24,6 +24,8 @@ def render_report(report: dict[str, Any], console: Console) -> None:
     console.print(_summary(report))
     console.print(_time(report))
     console.print(_memory(report))
+    if any(stage["offload"]["to_host_gib"] for stage in report["stages"]):
+        console.print(_offload(report))
     if any("spread" in stage for stage in report["stages"]):
         console.print(_spread(report))
     console.print(
@@ -97,6 +99,27 @@ def _memory(report: dict[str, Any]) -> Table:
             f"{stage['peak_allocated_gib']:.2f}",
             *(f"{stage['memory_at_peak_gib'][c]:.2f}" for c in shown),
             escape(f"{largest['count']} x {largest['name']}: {largest['gib']:.2f}") if largest else "",
+        )
+    return table
+
+
+def _offload(report: dict[str, Any]) -> Table:
+    """What each stage moves between its devices and their hosts in a step."""
+    capacity = report["host_memory_capacity_gib"]
+    table = Table(
+        "stage", "to host, GiB", "to device, GiB", "exposed, ms", "host memory, GiB",
+        title="offload of each pipeline stage" + (f", of {capacity:,.0f} GiB a GPU" if capacity else ""),
+    )  # fmt: skip
+    for column in table.columns:
+        column.justify = "right"
+    for stage in report["stages"]:
+        figures = stage["offload"]
+        table.add_row(
+            str(stage["stage"]),
+            f"{figures['to_host_gib']:,.2f}",
+            f"{figures['to_device_gib']:,.2f}",
+            f"{figures['exposed_ms']:,.1f}",
+            f"{figures['host_memory_gib']:,.2f}",
         )
     return table
 

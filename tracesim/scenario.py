@@ -24,6 +24,7 @@ from op_graphs.plan import LibraryPlan, OverlapPlan, ParallelPlan, Recompute, Tr
 
 from .errors import ScenarioError
 from .imbalance_fields import imbalance_mapping, read_routing, read_sequence_lengths
+from .offload_fields import offload_mapping, read_offload
 from .precision_fields import precision_mapping, read_optimizer_dtypes, recipe_name
 from .scenario_checks import Draft, check_combinations, resolve_microbatches
 from .scenario_fields import (
@@ -114,6 +115,7 @@ def scenario_to_mapping(scenario: Scenario) -> dict[str, Any]:
             "grad_reduce_dtype": training.grad_reduce_dtype.name.lower(),
             "optimizer": training.optimizer,
             "recompute": _recompute_mapping(training.recompute),
+            **offload_mapping(training),
             "cross_entropy_fusion": _loss_name(training.cross_entropy),
             "gradient_accumulation_fusion": training.gradient_accumulation_fusion,
             "deferred_head_gradients": training.deferred_head_gradients,
@@ -199,6 +201,7 @@ def _training(
         optimizer=values["optimizer"],
         optimizer_dtypes=read_optimizer_dtypes(values["optimizer_dtypes"], problems),
         recompute=read_recompute(values["recompute"], problems),
+        offload=read_offload(values["offload"], problems),
         cross_entropy=CROSS_ENTROPIES[values["cross_entropy_fusion"]],
         gradient_accumulation_fusion=values["gradient_accumulation_fusion"],
         deferred_head_gradients=values["deferred_head_gradients"],

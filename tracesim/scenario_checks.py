@@ -20,6 +20,7 @@ from schedules.registry import build_schedule
 
 from .cost.attention import kernel_ratio
 from .imbalance_fields import check_imbalance
+from .offload_fields import check_offload
 from .parallel_checks import check_context_parallel, check_experts, check_recompute, check_sharding
 from .precision_fields import check_precision
 from .scenario_fields import Problems, show_value
@@ -76,6 +77,7 @@ def check_combinations(draft: Draft, problems: Problems) -> None:
     )
     _check_attention_kernel(draft, problems)
     _check_overlap(draft, problems)
+    check_offload(draft.model, draft.hardware, draft.training, problems)
     _check_size(draft, problems)
 
 

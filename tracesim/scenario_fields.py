@@ -147,6 +147,8 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         # Read by tracesim.precision_fields.
         "optimizer_dtypes": FieldRule("", lambda value: True, None),
         "recompute": FieldRule("", lambda value: True, "none"),
+        # Read by tracesim.offload_fields.
+        "offload": FieldRule("", lambda value: True, None),
         "cross_entropy_fusion": FieldRule(
             f"must be {', '.join(LOSS_NAMES)}",
             lambda value: isinstance(value, (bool, str)) and value in CROSS_ENTROPIES,

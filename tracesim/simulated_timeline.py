@@ -63,6 +63,8 @@ _TRACK_NAMES = {
     Stream.PP_SEND_PREVIOUS: "pp send to previous",
     Stream.DP: "dp communication",
     Stream.HOST: "host",
+    Stream.COPY_TO_HOST: "copies to host",
+    Stream.COPY_TO_DEVICE: "copies to device",
 }
 
 

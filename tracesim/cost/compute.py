@@ -9,12 +9,21 @@ import numpy as np
 
 from hardware_profiles.profile import HardwareProfile, ProfileError
 from op_graphs.columns import Int8, Int64
-from op_graphs.graph import AttentionShape, GemmShape, MemoryShape, OpGraph, Shape
+from op_graphs.graph import (
+    AttentionShape,
+    GemmShape,
+    HostCopyShape,
+    HostUpdateShape,
+    MemoryShape,
+    OpGraph,
+    Shape,
+)
 from op_graphs.vocabulary import DType, OpKind
 
 from .attention import attention_ns, is_calibrated
 from .distinct import distinct_rows
 from .gemm import figures_for, gemm_ns, is_aligned, multi_stream_gemm_ns
+from .host_memory import host_copy_ns, host_update_ns
 from .memory_bound import ACCESS_OF_KIND, achieved_bandwidth, memory_bound_ns
 
 NANOSECONDS_PER_MICROSECOND = 1e3
@@ -206,6 +215,10 @@ class ComputeCost:
         provenance = Provenance.MODELLED
         if isinstance(shape, MemoryShape):
             return memory_bound_ns(shape, memory, traffic), provenance
+        if isinstance(shape, HostCopyShape):
+            return host_copy_ns(shape, self.profile, traffic), provenance
+        if isinstance(shape, HostUpdateShape):
+            return host_update_ns(self.profile, traffic), provenance
         if isinstance(shape, GemmShape):
             _require_positive(shape, (shape.m, shape.n, shape.k, shape.count))
             peak = self.peak_flop_per_ns(shape.dtype, sm_count)

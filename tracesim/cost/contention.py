@@ -17,7 +17,7 @@ import numpy as np
 
 from hardware_profiles.profile import GemmFigures, HardwareProfile, LinkFigures
 from op_graphs.columns import Int64
-from op_graphs.graph import AttentionShape, GemmShape, MemoryShape, OpGraph
+from op_graphs.graph import AttentionShape, GemmShape, HostCopyShape, HostUpdateShape, MemoryShape, OpGraph
 from op_graphs.timeline import CommunicationGroup
 from op_graphs.vocabulary import Communication, OpKind
 
@@ -101,6 +101,11 @@ def _demand(costs: CostModel, graph: OpGraph, row: int, duration: int) -> Demand
     index = int(operations.shape[row])
     shape = graph.shapes[index] if index >= 0 else None
     profile = costs.profile
+    if isinstance(shape, HostUpdateShape):
+        return Demand()
+    if isinstance(shape, HostCopyShape):
+        # Copy engines take no SMs.
+        return Demand(uses=uses)
     if isinstance(shape, GemmShape):
         launches = (
             shape.count if kind == OpKind.GROUPED_GEMM and profile.gemm.grouped_per_expert_us > 0 else 1
