@@ -108,7 +108,7 @@ def test_the_report_as_json_has_the_documented_keys(folder):
         "mfu", "mfu_full_attention", "hfu",
         "pipeline_bubble_fraction", "exposed_communication_fraction",
         "peak_allocated_gib", "peak_reserved_gib", "memory_capacity_gib", "fits_in_memory",
-            "host_memory_gib", "host_memory_capacity_gib", "stages",
+        "host_memory_gib", "host_memory_capacity_gib", "stages",
         "exposed_communication",
     ]  # fmt: skip
     assert (report["schema"], report["name"], report["world_size"]) == ("tracesim.report/1", "small", 8)
@@ -116,7 +116,8 @@ def test_the_report_as_json_has_the_documented_keys(folder):
     assert [list(stage) for stage in report["stages"]] == [[
         "stage", "representative_rank", "ranks", "layers",
         "compute_ms", "exposed_communication_ms", "idle_ms", "optimizer_ms",
-        "peak_allocated_gib", "peak_reserved_gib", "memory_at_peak_gib", "peak_time_ms", "alive_at_peak",
+        "peak_allocated_gib", "peak_reserved_gib", "memory_at_peak_gib", "peak_time_ms", "offload",
+        "alive_at_peak",
     ]] * 2  # fmt: skip
     for stage in report["stages"]:
         assert list(stage["exposed_communication_ms"]) == ["tp", "cp", "ep", "pp", "dp"]
