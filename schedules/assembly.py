@@ -179,8 +179,8 @@ class _Assembly:
         self.edges += [(placed.begin, row) for row in self.transfers.compute_waits(transfers)]
         transfers.batch = [*transfers.sends, *transfers.receives] or transfers.batch
         transfers.sends, transfers.receives = [], []
-        if placed.program.lead and len(state.compute_ends) > 1:
-            self.edges.append((placed.base, state.compute_ends[-2]))
+        if placed.program.lead and len(transfers.compute_ends) > 1:
+            self.edges.append((placed.base, transfers.compute_ends[-2]))
         for part, piece in zip(action.parts, held, strict=True):
             self._await_offload(part, piece)
             self.by_action[part] = piece
