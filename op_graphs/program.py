@@ -330,7 +330,7 @@ class ProgramBuilder:
             dtype=dtype,
         )
         sources = [self._last_compute] if after is None else list(after)
-        if _DIMENSION_STREAMS[dimension] != Stream.DP:
+        if after is None or _DIMENSION_STREAMS[dimension] != Stream.DP:
             sources += self._arrivals
         self._dependencies += [(row, source) for source in sources if source >= 0]
         return row

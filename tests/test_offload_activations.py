@@ -32,7 +32,7 @@ EXPERTS = {
 def offloaded(link: float = 1e6, schedule: str = "gpipe", **offload: Any) -> dict[str, Any]:
     """Keys of a scenario on round figures; ``link`` in GB/s. With gpipe no backward follows its forward at once."""
     return {
-        "hardware": {"base": "toy", "host": {"link_gb_per_s": link}},
+        "hardware": {"base": "toy", "compute_capability": 90, "host": {"link_gb_per_s": link}},
         "schedule": schedule,
         "training__offload": {"minimum_bytes": 0, **offload} if offload else None,
     }
