@@ -37,7 +37,7 @@ IDENTITY: dict[str, tuple[str, ...]] = {
 }
 """What makes two measurements of one table the same; the same thing measured twice is an error."""
 
-_BY_DTYPE = ("peak_tflops", "dtype_ratio")
+_BY_DTYPE = ("peak_tflops", "dtype_ratio", "dtypes")
 """Tables with a figure for each element type."""
 
 _FIGURES_IN_ONE = ("gemm.tiles", *IDENTITY)
@@ -184,6 +184,8 @@ class Check:
                 self.errors.append(f"{path}.{key}: unknown dtype (value {_show(entry)}){guess}")
             elif kind is str:
                 entries[key] = self._read_text(entry, f"{path}.{key}", "")
+            elif is_dataclass(kind):
+                entries[key] = self.read_record(typing.cast("type[Any]", kind), entry, f"{path}.{key}.")
             else:
                 limit = _FRACTION if field.name.endswith("_ratio") else _POSITIVE
                 entries[key] = self._read_number(kind, entry, f"{path}.{key}", limit)

@@ -249,7 +249,10 @@ def _plain_record(record: object, path: str, sources: Mapping[str, str]) -> dict
         elif isinstance(value, tuple):
             plain[field.name] = [_plain_record(row, f"{here}[].", sources) for row in value]
         elif isinstance(value, Mapping):
-            plain[field.name] = dict(value)
+            plain[field.name] = {
+                key: _plain_record(entry, f"{here}.{key}.", sources) if is_dataclass(entry) else entry
+                for key, entry in value.items()
+            }
         else:
             plain[field.name] = value
     return plain

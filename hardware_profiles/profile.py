@@ -24,6 +24,20 @@ class GemmTile:
 
 
 @dataclass(frozen=True)
+class GemmDTypeFigures:
+    """What holds in the place of the figures of :class:`GemmFigures` for operands of one dtype, by another kernel."""
+
+    mainloop_efficiency: float
+    sustained_efficiency: float
+    exposed_epilogue: float
+    accumulate_ratio: float = 1.0
+    """Rate inside a tile of products that add to an fp32 gradient, over that of the others."""
+    grouped_per_expert_us: float = 0.0
+    grouped_efficiency: float = 0.0
+    grouped_exposed_traffic: float = 1.0
+
+
+@dataclass(frozen=True)
 class GemmFigures:
     """How fast matrix products run; see ``docs/compute_cost.md`` for the formula."""
 
@@ -44,6 +58,8 @@ class GemmFigures:
     """Share of the memory traffic of such a grouped GEMM that is not hidden behind the work of other experts."""
     dtype_ratio: Mapping[str, float] = field(default_factory=dict)
     """Share of the peak that operands of a dtype reach over the share that bf16 reaches; 1 where nothing is given."""
+    dtypes: Mapping[str, GemmDTypeFigures] = field(default_factory=dict)
+    """Figures of dtypes whose products were measured by themselves; wins over :attr:`dtype_ratio`."""
 
 
 @dataclass(frozen=True)

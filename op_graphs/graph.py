@@ -8,6 +8,7 @@ but for the microbatch, so whatever is computed once for a template (durations, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import comb
 from typing import TypeAlias
 
 import numpy as np
@@ -80,7 +81,43 @@ class HostUpdateShape:
     """Work of the processor on memory of the host, bound by that memory's bandwidth."""
 
 
-Shape: TypeAlias = GemmShape | AttentionShape | MemoryShape | HostCopyShape | HostUpdateShape | None
+@dataclass(frozen=True)
+class ExchangeShape:
+    """An exchange of tokens with experts that sends a token once to a domain, and there once to a rank.
+
+    A token chooses ``top_k`` experts, spread evenly over ``top_groups`` of ``groups`` equal groups of experts. Which
+    ranks share a domain is known to who costs it.
+    """
+
+    token_bytes: float
+    """All tokens of a rank, once each."""
+    top_k: int
+    groups: int = 1
+    top_groups: int = 1
+    most: float = 1.0
+    """What the most loaded rank sends or gets, over what a rank does on average."""
+
+    def chance(self, parts: int) -> float:
+        """Chance that a token has any of its experts on one of ``parts`` equal parts of the ranks.
+
+        Of the groups that lie on the part, a hypergeometric number is among the token's; each choice falls on those
+        with the share that they have of the token's groups.
+        """
+        if parts >= self.groups:
+            hit = self.groups / (parts * self.top_groups)
+            return self.top_groups / self.groups * (1 - (1 - min(1.0, hit)) ** self.top_k)
+        mine, chosen = self.groups // parts, self.top_groups
+        ways = comb(self.groups, chosen)
+        missed = sum(
+            comb(mine, own) * comb(self.groups - mine, chosen - own) / ways * (1 - own / chosen) ** self.top_k
+            for own in range(min(mine, chosen) + 1)
+        )
+        return 1 - missed
+
+
+Shape: TypeAlias = (
+    GemmShape | AttentionShape | MemoryShape | HostCopyShape | HostUpdateShape | ExchangeShape | None
+)
 
 
 @dataclass(frozen=True)

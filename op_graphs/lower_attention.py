@@ -21,6 +21,7 @@ from .lower_linear import (
     column_parallel_forward,
     layer_linear,
 )
+from .lower_quantization import ATTENTION_OUTPUT_BYTES, restore, store
 from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
 from .vocabulary import OpKind, Phase
@@ -69,6 +70,24 @@ def attention_forward(
     elif before_norm is not None:
         builder.forget_unless_kept(before_norm, builder.last_row)
     return AttentionSaved(sizes, core, output, latent, before_norm)
+
+
+def stored_attention(
+    builder: ProgramBuilder, context: LoweringContext, saved: AttentionSaved
+) -> AttentionSaved:
+    """What is kept with the output of core attention in fewer bits."""
+    elements = saved.sizes.output_bytes / saved.sizes.item
+    output = store(builder, context, "attention_output", elements, saved.output, ATTENTION_OUTPUT_BYTES)
+    return replace(saved, output=output, core=replace(saved.core, output=output))
+
+
+def restored_attention(
+    builder: ProgramBuilder, context: LoweringContext, saved: AttentionSaved
+) -> AttentionSaved:
+    """The reverse of :func:`stored_attention`, in the backward program."""
+    elements = saved.sizes.output_bytes / saved.sizes.item
+    output = restore(builder, context, "attention_output", elements, saved.output, ATTENTION_OUTPUT_BYTES)
+    return replace(saved, output=output, core=replace(saved.core, output=output))
 
 
 def attention_backward(

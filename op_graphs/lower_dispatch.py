@@ -7,14 +7,16 @@ what ``context.load`` says; an exchange takes as long as that of its most loaded
   sort by local expert; the reverse on the way back. A token travels once for each chosen expert.
 - ``allgather`` (``MoEAllGatherTokenDispatcher``): every rank of the group gets all tokens and picks its own; partial
   results are reduce-scattered.
-- ``deepep`` (DeepEP, DeepSeek): one kernel permutes and sends; a token travels once to each *rank* that holds any of
-  its experts, whatever their number.
+- ``deepep`` (DeepEP, DeepSeek; Megatron-Core's flex dispatcher): a token crosses the fabric once to each *domain*, and
+  travels there once to each *rank*, that holds any of its experts; a kernel behind copies it for each local expert.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from .graph import ExchangeShape
+from .lower_quantization import cast
 from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
 from .vocabulary import Communication, Dimension, OpKind
@@ -56,29 +58,16 @@ class RoutedSizes:
 class _AllToAll:
     """Permute, all-to-all, sort; with expert tensor parallelism a gather over its ranks."""
 
-    fused_permute = False
-
-    def _traffic(self, context: LoweringContext, sizes: RoutedSizes) -> float:
-        """Bytes a rank sends."""
-        return context.item * sizes.sent_copies / context.parallel.etp * context.model.hidden_size
-
-    def _load(self, context: LoweringContext) -> tuple[float, float]:
-        """What this rank gets, and the most loaded of its group sends or gets, relative to what a rank sends."""
-        return context.load.copies, context.load.most_copies
-
     def dispatch(
         self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, name: str
     ) -> Tensor:
         """Bring ``[tokens, hidden]`` to the experts; returns the tensor by local expert, which the caller releases."""
         hidden = context.model.hidden_size
-        sent = self._traffic(context, sizes)
-        load, most = self._load(context)
+        sent = context.item * sizes.sent_copies / context.parallel.etp * hidden
+        load, most = context.load.copies, context.load.most_copies
         arrived = context.item * sizes.copies * hidden
-        permuted: Tensor | None = None
-        if not self.fused_permute:
-            row = _permute(builder, context, f"{name}_permute", context.item * sizes.tokens * hidden, sent)
-            permuted = builder.temporary("permuted_tokens", sent, row)
-        current = permuted
+        row = _permute(builder, context, f"{name}_permute", context.item * sizes.tokens * hidden, sent)
+        current = builder.temporary("permuted_tokens", sent, row)
         if context.parallel.ep > 1:
             row = _exchange(
                 builder, context, f"{name}_all_to_all", Communication.ALL_TO_ALL, sent * most, Dimension.EP
@@ -89,12 +78,9 @@ class _AllToAll:
                 builder, context, f"{name}_all_gather", Communication.ALL_GATHER, arrived, Dimension.ETP
             )
             current = _replace(builder, current, "gathered_tokens", arrived, row)
-        if not self.fused_permute and sizes.local_experts > 1 and context.parallel.ep > 1:
+        if sizes.local_experts > 1 and context.parallel.ep > 1:
             row = _permute(builder, context, f"{name}_sort_by_expert", arrived, arrived)
             current = _replace(builder, current, "expert_input", arrived, row)
-        if current is None:
-            row = _permute(builder, context, f"{name}_permute", arrived, arrived)
-            current = builder.temporary("expert_input", arrived, row)
         return current
 
     def combine(
@@ -102,11 +88,11 @@ class _AllToAll:
     ) -> Tensor:
         """Bring expert outputs back and add them up for each token; releases ``source``."""
         hidden = context.model.hidden_size
-        sent = self._traffic(context, sizes)
-        load, most = self._load(context)
+        sent = context.item * sizes.sent_copies / context.parallel.etp * hidden
+        load, most = context.load.copies, context.load.most_copies
         arrived = context.item * sizes.copies * hidden
         current = source
-        if not self.fused_permute and sizes.local_experts > 1 and context.parallel.ep > 1:
+        if sizes.local_experts > 1 and context.parallel.ep > 1:
             row = _permute(builder, context, f"{name}_unsort", arrived, arrived)
             current = _replace(builder, current, "unsorted_tokens", arrived, row)
         if context.parallel.etp > 1:
@@ -125,31 +111,94 @@ class _AllToAll:
             )
             current = _replace(builder, current, "combined_tokens", sent, row)
         result = context.item * sizes.tokens * hidden
-        if self.fused_permute and context.parallel.ep > 1:
-            return _renamed(builder, current, "expert_output", result)
         row = _permute(builder, context, f"{name}_unpermute", sent, result)
         return _replace(builder, current, "expert_output", result, row)
 
 
 class _DeepEP(_AllToAll):
-    """One kernel permutes and sends; a token goes once to each rank that holds any of its experts."""
+    """A token goes once to each domain, and there once to each rank, that holds any of its experts.
 
-    fused_permute = True
+    What has arrived is copied for each local expert, and the copies are added up again before the way back. With
+    ``training.fp8_dispatch`` tokens and gradients are quantised before they leave; results return as they are.
+    """
 
-    def _traffic(self, context: LoweringContext, sizes: RoutedSizes) -> float:
-        whole = super()._traffic(context, sizes)
-        moe, ep = context.model.moe, context.parallel.ep
-        assert moe is not None
-        return whole * expected_ranks(ep, moe.top_k, moe.top_groups / moe.routing_groups) / moe.top_k
+    def dispatch(
+        self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, name: str
+    ) -> Tensor:
+        """Send ``[tokens, hidden]`` to the ranks of the experts, then copy them for each expert."""
+        if context.parallel.ep == 1:
+            return super().dispatch(builder, context, sizes, name)
+        hidden, item = context.model.hidden_size, context.item
+        quantized: Tensor | None = None
+        if context.dispatches_quantized:
+            assert context.recipe is not None
+            item = context.recipe.activation_bytes
+            row = cast(builder, context, name, float(sizes.tokens * hidden), copies=1)
+            quantized = builder.temporary("quantized_tokens", item * sizes.tokens * hidden, row)
+        row = self._send(builder, context, sizes, f"{name}_all_to_all", item)
+        unique = item * self._unique(context, sizes) * hidden
+        current = _replace(builder, quantized, "dispatched_tokens", unique * context.load.unique, row)
+        local = item * sizes.copies / context.parallel.etp * hidden
+        row = _permute(builder, context, f"{name}_permute", unique * context.load.unique, local)
+        current = _replace(builder, current, "expert_input", local, row)
+        if context.parallel.etp > 1:
+            arrived = item * sizes.copies * hidden
+            row = _exchange(
+                builder, context, f"{name}_all_gather", Communication.ALL_GATHER, arrived, Dimension.ETP
+            )
+            current = _replace(builder, current, "gathered_tokens", arrived, row)
+        return current
 
-    def _load(self, context: LoweringContext) -> tuple[float, float]:
-        return context.load.unique, context.load.most_unique
+    def combine(
+        self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, source: Tensor, name: str
+    ) -> Tensor:
+        """Add up the copies of each token, then send them back to where they are added up over the ranks."""
+        if context.parallel.ep == 1:
+            return super().combine(builder, context, sizes, source, name)
+        hidden, item = context.model.hidden_size, context.item
+        current, etp = source, context.parallel.etp
+        arrived = item * sizes.copies * hidden
+        if etp > 1:
+            row = _exchange(
+                builder,
+                context,
+                f"{name}_reduce_scatter",
+                Communication.REDUCE_SCATTER,
+                arrived,
+                Dimension.ETP,
+            )
+            current = _replace(builder, current, "reduced_tokens", arrived / etp, row)
+        unique = item * self._unique(context, sizes) * hidden * context.load.unique
+        row = _permute(builder, context, f"{name}_unpermute", arrived / etp, unique)
+        current = _replace(builder, current, "unpermuted_tokens", unique, row)
+        row = self._send(builder, context, sizes, f"{name}_all_to_all", item)
+        return _replace(builder, current, "expert_output", item * sizes.tokens * hidden, row)
+
+    def _unique(self, context: LoweringContext, sizes: RoutedSizes) -> float:
+        """Tokens that a rank sends, each once for every rank with any of its experts."""
+        ep = context.parallel.ep
+        return sizes.sent_copies / context.parallel.etp * ep * _routes(context).chance(ep) / _top_k(context)
+
+    def _send(
+        self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, name: str, item: float
+    ) -> int:
+        width, most = item * context.model.hidden_size, context.load.most_unique
+        tokens = sizes.sent_copies / context.parallel.etp / _top_k(context)
+        shape = replace(_routes(context), token_bytes=width * tokens, most=most)
+        message = width * self._unique(context, sizes) * most
+        return _exchange(builder, context, name, Communication.ALL_TO_ALL, message, Dimension.EP, shape)
 
 
-def expected_ranks(ep: int, top_k: int, share: float) -> float:
-    """Distinct ranks a token's ``top_k`` experts lie on, on average, when chosen evenly from ``share`` of the ranks."""
-    reachable = max(1.0, ep * share)
-    return reachable * (1 - (1 - 1 / reachable) ** top_k)
+def _top_k(context: LoweringContext) -> int:
+    assert context.model.moe is not None
+    return context.model.moe.top_k
+
+
+def _routes(context: LoweringContext) -> ExchangeShape:
+    """How tokens choose among the experts."""
+    moe = context.model.moe
+    assert moe is not None
+    return ExchangeShape(0.0, moe.top_k, moe.routing_groups, moe.top_groups)
 
 
 class _AllGather:
@@ -224,9 +273,10 @@ def _exchange(
     communication: Communication,
     size: float,
     dimension: Dimension,
+    shape: ExchangeShape | None = None,
 ) -> int:
     row = builder.collective(
-        name, communication, size, dimension, context.group(dimension), dtype=context.dtype
+        name, communication, size, dimension, context.group(dimension), dtype=context.dtype, shape=shape
     )
     builder.wait_for(row)
     return row
@@ -236,11 +286,4 @@ def _replace(builder: ProgramBuilder, old: Tensor | None, name: str, size: float
     """A new buffer made by ``row`` out of an old one, which is released."""
     if old is not None:
         builder.release(old, row)
-    return builder.temporary(name, size, row)
-
-
-def _renamed(builder: ProgramBuilder, old: Tensor, name: str, size: float) -> Tensor:
-    """The result of the kernel that made ``old``, at its own size."""
-    row = len(builder) - 1
-    builder.release(old, row)
     return builder.temporary(name, size, row)

@@ -14,12 +14,27 @@ from .linear import Linear, accumulated_type, is_quantized_linear, weight_gradie
 from .lower_dispatch import DISPATCHERS, Dispatcher, RoutedSizes
 from .lower_linear import forward_gemm, input_gradient_gemm, run_weight_gradient, weight_gradient
 from .lower_mlp import Mlp, MlpSaved, mlp_backward, mlp_forward, recompute_mlp
-from .lower_quantization import quantize_gradient, quantize_input, weight_gradient_input
+from .lower_quantization import (
+    GradientOperands,
+    quantize_gradient,
+    quantize_input,
+    restore,
+    store,
+    transpose,
+    weight_gradient_input,
+)
 from .lowering_context import LoweringContext
 from .model import MixtureOfExperts
 from .offload_activations import begin_part, end_part, offload
 from .program import DeferredGemm, ProgramBuilder, Tensor
 from .vocabulary import DType, OpKind, Phase
+
+_SELECT_PASSES = 18
+"""Times that a radix select reads its row: once for each two bits of an fp32 key, and twice to gather what it found
+(PyTorch ``TensorTopK.cu``, ``sbtopk``)."""
+_GROUPED_SCORE_KERNELS, _GROUPED_TOP_K_KERNELS, _GROUPED_BACKWARD_KERNELS = 12, 18, 25
+"""Kernels of routing limited to groups, counted in a public trace of DeepSeek-V3: scores up to the mask of the groups,
+both selections with what gathers and normalises their results, and the backward pass."""
 
 
 @dataclass
@@ -99,18 +114,19 @@ def _router_forward(
         read=logits,
         written=logits,
         access="reduction",
-        passes=2 if moe.routing_groups > 1 else 1,
+        passes=_GROUPED_SCORE_KERNELS if moe.routing_groups > 1 else 1,
         dtype=DType.FP32,
     )
     # fp32 scores and the routing map with its indices: 8 bytes for each pair of token and expert.
     scores = builder.activation("router_scores", 2 * logits, row)
+    selections = 2 if moe.routing_groups > 1 else 1
     builder.memory_bound(
         "router_top_k",
         OpKind.ROUTER,
-        read=logits,
+        read=selections * _SELECT_PASSES * logits,
         written=logits / 4,
         access="reduction",
-        passes=2,
+        passes=_GROUPED_TOP_K_KERNELS if moe.routing_groups > 1 else 2,
         dtype=DType.FP32,
     )
     if moe.aux_loss:
@@ -170,7 +186,7 @@ def _grouped_forward(
     keep_copy: bool,
 ) -> int:
     """The grouped GEMM of a linear; a quantised copy stands in for its input. Returns its row."""
-    if not is_quantized_linear(context, linear):
+    if not is_quantized_linear(context, linear) or _arrives_quantized(context, linear, "fc1"):
         return forward_gemm(builder, context, linear)
     elements = float(sizes.copies * linear.inputs)
     operand = quantize_input(builder, context, linear, elements, source if keep_copy else None)
@@ -180,6 +196,21 @@ def _grouped_forward(
     if operand is not None:
         builder.release(operand, row)
     return row
+
+
+def _arrives_quantized(context: LoweringContext, linear: Linear, which: str) -> bool:
+    """Whether a linear reads what the dispatcher brought in 8 bits: ``fc1`` in forward, ``fc2`` in backward."""
+    return context.dispatches_quantized and linear.name == f"expert_{which}"
+
+
+def _quantized_along_columns(
+    builder: ProgramBuilder, context: LoweringContext, linear: Linear, what: str, elements: float
+) -> Tensor:
+    """The copy for the weight gradient of what arrived quantised along rows."""
+    assert context.recipe is not None
+    size = context.recipe.activation_size(elements)
+    row = transpose(builder, context, f"{linear.name}_{what}", size)
+    return builder.temporary(f"{linear.name}_quantized_{what}", size, row)
 
 
 def _grouped_backward(
@@ -198,12 +229,22 @@ def _grouped_backward(
         d_input = builder.temporary(name, size, row)
         weight_gradient(builder, context, linear, (d_output, source))
         return d_input
-    gradient = quantize_gradient(builder, context, linear, float(sizes.copies * linear.outputs))
+    outputs = float(sizes.copies * linear.outputs)
+    if _arrives_quantized(context, linear, "fc2"):
+        gradient = GradientOperands(
+            None, _quantized_along_columns(builder, context, linear, "gradient", outputs)
+        )
+    else:
+        gradient = quantize_gradient(builder, context, linear, outputs)
     row = input_gradient_gemm(builder, context, linear)
     d_input = builder.temporary(name, size, row)
     if gradient.rowwise is not None:
         builder.release(gradient.rowwise, row)
-    operand = weight_gradient_input(builder, context, linear, float(sizes.copies * linear.inputs), source)
+    inputs = float(sizes.copies * linear.inputs)
+    if _arrives_quantized(context, linear, "fc1"):
+        operand = _quantized_along_columns(builder, context, linear, "input", inputs)
+    else:
+        operand = weight_gradient_input(builder, context, linear, inputs, source)
     weight_gradient(builder, context, linear, (gradient.columnwise, operand))
     builder.release(d_output, builder.last_row)
     builder.release(source, builder.last_row)
@@ -223,6 +264,11 @@ def _expert_linears_forward(
     fc1_output = builder.activation("expert_fc1_output", context.item * sizes.copies * fc1.outputs, row)
     fc2_input = _expert_activation(builder, context, sizes)
     builder.forget_unless_kept(fc1_output, builder.last_row)
+    if keep and context.stores_quantized:
+        assert context.recipe is not None
+        elements = float(sizes.copies * fc1.outputs)
+        width = context.recipe.activation_bytes
+        fc1_output = store(builder, context, "expert_fc1_output", elements, fc1_output, width)
     recompute = context.training.recompute
     recomputed = keep and ("moe_act" in recompute.modules or recompute.keeps_products)
     row = _grouped_forward(builder, context, fc2, sizes, fc2_input, keep_copy=keep and not recomputed)
@@ -329,7 +375,12 @@ def _expert_linears_backward(
     fc1, fc2 = (_expert_linear(context, layer, sizes, which) for which in ("fc1", "fc2"))
     builder.module = "mlp.experts"
     begin_part(builder, context, layer, "moe_act")
-    fc2_input = saved.fc2_input
+    fc1_output, fc2_input = saved.fc1_output, saved.fc2_input
+    if context.stores_quantized:
+        assert context.recipe is not None
+        elements = float(sizes.copies * fc1.outputs)
+        width = context.recipe.activation_bytes
+        fc1_output = restore(builder, context, "expert_fc1_output", elements, fc1_output, width)
     if fc2_input is None:
         phase, builder.phase = builder.phase, Phase.RECOMPUTE
         fc2_input = _expert_activation(builder, context, sizes)
@@ -344,7 +395,7 @@ def _expert_linears_backward(
         dtype=context.dtype,
     )
     builder.release(d_fc2_input, row)
-    builder.release(saved.fc1_output, row)
+    builder.release(fc1_output, row)
     d_fc1 = builder.temporary("expert_fc1_gradient", fc1_bytes, row)
     end_part(builder, context, layer, "moe_act")
     begin_part(builder, context, layer, "expert_fc1")
@@ -371,7 +422,7 @@ def _router_backward(
         read=2 * logits,
         written=logits,
         access="reduction",
-        passes=2,
+        passes=_GROUPED_BACKWARD_KERNELS if moe.routing_groups > 1 else 2,
         dtype=DType.FP32,
     )
     builder.release(saved.scores, row)

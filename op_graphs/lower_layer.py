@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .lower_attention import AttentionSaved, attention_backward, attention_forward
+from .lower_attention import (
+    AttentionSaved,
+    attention_backward,
+    attention_forward,
+    restored_attention,
+    stored_attention,
+)
 from .lower_experts import ExpertsSaved, experts_backward, experts_forward
 from .lower_linear import layer_linear, row_parallel_backward, row_parallel_forward
 from .lower_mlp import Mlp, MlpSaved, mlp_backward, mlp_forward, recompute_mlp
@@ -75,8 +81,11 @@ def layer_forward(
         layer_linear(context, layer, "proj"),
         attention.output,
         discard_input=attention.output != attention.core.output,
+        keep_copy=not context.stores_quantized,
     )
     builder.forget_unless_kept(attention.output, builder.last_row)
+    if builder.keep_activations and context.stores_quantized:
+        attention = stored_attention(builder, context, attention)
     offload(builder, context, layer, "attn_proj", [attention.output])
     middle, attention_mask = _bias_dropout_add(builder, context, "attention_residual", projected)
     attention_norm = _NormSaved(block_input, normalized if keep_normalized else None)
@@ -188,13 +197,16 @@ def layer_backward(
     branch = _residual_backward(
         builder, context, "attention_residual", "proj", saved.attention_mask, gradient
     )
+    attention = saved.attention
+    if context.stores_quantized:
+        attention = restored_attention(builder, context, attention)
     begin_part(builder, context, layer, "attn_proj")
-    d_core = _projection_backward(builder, context, layer, saved.attention, branch, gradient)
+    d_core = _projection_backward(builder, context, layer, attention, branch, gradient)
     end_part(builder, context, layer, "attn_proj")
     normalized = _normalized(builder, context, "input_layernorm", layer, saved.attention_norm)
     begin_part(builder, context, layer, "core_attn")
     begin_part(builder, context, layer, "qkv_linear")
-    d_normalized = attention_backward(builder, context, layer, saved.attention, normalized, d_core)
+    d_normalized = attention_backward(builder, context, layer, attention, normalized, d_core)
     end_part(builder, context, layer, "core_attn")
     end_part(builder, context, layer, "qkv_linear")
     gradient = _norm_backward(

@@ -299,12 +299,14 @@ def row_parallel_forward(
     source: Tensor,
     *,
     discard_input: bool = False,
+    keep_copy: bool = True,
 ) -> Tensor:
     """A row-parallel linear and the reduction of its partial sums; returns the reduced output.
 
-    ``discard_input`` says that nothing but this linear reads ``source``, so a quantised copy may stand in for it.
+    ``discard_input`` says that nothing but this linear reads ``source``, so a quantised copy may stand in for it;
+    without ``keep_copy`` the backward pass makes its copy of ``source``.
     """
-    kept = builder.keep_activations and is_quantized_linear(context, linear)
+    kept = builder.keep_activations and keep_copy and is_quantized_linear(context, linear)
     kept_for = source if kept else None
     reduction: ReducedGemm | None = None
     if context.tp > 1:

@@ -14,6 +14,7 @@ from .lower_linear import (
     row_parallel_backward,
     row_parallel_forward,
 )
+from .lower_quantization import restore, store
 from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
 from .vocabulary import OpKind, Phase
@@ -84,6 +85,10 @@ def mlp_forward(
     fc1_output = builder.activation(f"{mlp.fc1.name}_output", first, row)
     fc2_input = _activation(builder, context, mlp)
     builder.forget_unless_kept(fc1_output, builder.last_row)
+    if builder.keep_activations and context.stores_quantized:
+        assert context.recipe is not None
+        elements, width = float(mlp.fc1.tokens * mlp.fc1.outputs), context.recipe.activation_bytes
+        fc1_output = store(builder, context, f"{mlp.fc1.name}_output", elements, fc1_output, width)
     output = row_parallel_forward(builder, context, mlp.fc2, fc2_input, discard_input=True)
     if builder.keep_activations and context.training.recompute.keeps_products:
         builder.release(fc2_input, builder.last_row)
@@ -112,7 +117,11 @@ def mlp_backward(
 
     ``owned`` says that ``d_output`` is nobody else's and released here.
     """
-    fc2_input = saved.fc2_input
+    fc1_output, fc2_input = saved.fc1_output, saved.fc2_input
+    if context.stores_quantized:
+        assert context.recipe is not None
+        elements, width = float(mlp.fc1.tokens * mlp.fc1.outputs), context.recipe.activation_bytes
+        fc1_output = restore(builder, context, f"{mlp.fc1.name}_output", elements, fc1_output, width)
     if fc2_input is None:
         phase, builder.phase = builder.phase, Phase.RECOMPUTE
         fc2_input = _activation(builder, context, mlp)
@@ -127,7 +136,7 @@ def mlp_backward(
         f"{mlp.name}_backward", OpKind.ELEMENTWISE, read=first + second, written=first, dtype=context.dtype
     )
     builder.release(d_fc2_input, row)
-    builder.release(saved.fc1_output, row)
+    builder.release(fc1_output, row)
     d_fc1 = builder.temporary(f"{mlp.fc1.name}_gradient", first, row)
     return column_parallel_backward(builder, context, mlp.fc1, normalized, d_fc1)
 

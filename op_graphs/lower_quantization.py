@@ -14,6 +14,8 @@ from .precision import PrecisionRecipe
 from .program import ProgramBuilder, Tensor
 from .vocabulary import Communication, Dimension, DType, OpKind
 
+_SCALE_BYTES = 4.0
+
 
 @dataclass(frozen=True)
 class GradientOperands:
@@ -95,6 +97,52 @@ def transpose(
     )
 
 
+ATTENTION_OUTPUT_BYTES = 1.5 + _SCALE_BYTES / 128
+"""Bytes of an element of the output of attention where it is stored: 12 bits and its share of the scales."""
+
+
+def store(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    name: str,
+    elements: float,
+    source: Tensor,
+    width: float,
+) -> Tensor:
+    """Keep a bf16 tensor of the forward pass in ``width`` bytes an element; releases it, returns what is kept."""
+    row = builder.memory_bound(
+        f"{name}_store_cast",
+        OpKind.CAST,
+        read=context.item * elements,
+        written=width * elements,
+        access="strided",
+        dtype=_recipe(context).element,
+    )
+    builder.release(source, row)
+    return builder.activation(f"stored_{name}", width * elements, row)
+
+
+def restore(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    name: str,
+    elements: float,
+    stored: Tensor,
+    width: float,
+) -> Tensor:
+    """The bf16 tensor of what :func:`store` kept, which is released."""
+    row = builder.memory_bound(
+        f"{name}_restore_cast",
+        OpKind.CAST,
+        read=width * elements,
+        written=context.item * elements,
+        access="strided",
+        dtype=context.dtype,
+    )
+    builder.release(stored, row)
+    return builder.temporary(f"restored_{name}", context.item * elements, row)
+
+
 def quantize_input(
     builder: ProgramBuilder,
     context: LoweringContext,
@@ -113,7 +161,8 @@ def quantize_input(
         The copy the forward GEMM reads, which the caller releases; None if the kept copy is that one.
     """
     recipe = _recipe(context)
-    copies = 1 if source is None or (sharded and recipe.transposes) else recipe.copies
+    once = source is None or recipe.stored_once or (sharded and recipe.transposes)
+    copies = 1 if once else recipe.copies
     name = f"{linear.name}_input"
     row = cast(
         builder, context, name, elements, copies=copies, kernels=_kernels(recipe, linear), sharded=sharded
@@ -139,10 +188,15 @@ def weight_gradient_input(
 ) -> Tensor:
     """The copy of a linear's input that its weight gradient reads: kept since forward, or made of ``source`` now."""
     kept = builder.kept_copy(source, linear.name)
-    if kept is not None:
-        return kept
     recipe = _recipe(context)
     name = f"{linear.name}_input"
+    if kept is not None and recipe.stored_once:
+        size = recipe.activation_size(elements)
+        row = transpose(builder, context, name, size, _kernels(recipe, linear))
+        builder.release(kept, row)
+        return builder.temporary(f"{linear.name}_quantized_input", size, row)
+    if kept is not None:
+        return kept
     row = cast(builder, context, name, elements, copies=1, kernels=_kernels(recipe, linear), sharded=sharded)
     return builder.temporary(f"{linear.name}_quantized_input", recipe.activation_size(elements), row)
 
@@ -198,16 +252,21 @@ def prepare_weight(
     Once a step, in the first microbatch, into copies that stay; or, where weights are gathered for each use, into
     the one copy that the next GEMM reads, which is returned for the caller to release.
     """
-    if not builder.casts_weights:
-        return None
     recipe, elements = _recipe(context), float(linear.weight_elements)
     name, first = f"{linear.name}_weight", len(builder)
     fresh = context.parallel.reshards
+    if recipe.stored_once and backward and not fresh:
+        size = recipe.weight_size(elements, 1)
+        row = transpose(builder, context, name, size, _kernels(recipe, linear))
+        return builder.temporary("quantized_weight", size, row)
+    if not builder.casts_weights:
+        return None
     if not fresh and context.training.fp8_param_gather and recipe.gathered_weight_bytes < context.item:
-        if recipe.copies > 1:
+        if recipe.copies > 1 and not recipe.stored_once:
             transpose(builder, context, name, recipe.weight_size(elements, 1), linear.count)
     elif not fresh or not context.training.fp8_param_gather:
-        _cast_weight(builder, context, recipe, linear, copies=1 if fresh else recipe.copies)
+        once = fresh or recipe.stored_once
+        _cast_weight(builder, context, recipe, linear, copies=1 if once else recipe.copies)
     if len(builder) == first:
         return None
     if not backward:

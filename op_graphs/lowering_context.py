@@ -75,6 +75,16 @@ class LoweringContext:
         return self.dtype if self.recipe is None else self.recipe.element
 
     @property
+    def stores_quantized(self) -> bool:
+        """Whether inputs of activations and outputs of attention stay in fewer bits than they are computed in."""
+        return self.recipe is not None and self.recipe.stored_once
+
+    @property
+    def dispatches_quantized(self) -> bool:
+        """Whether what reaches experts, forward and backward, is quantised already."""
+        return self.training.fp8_dispatch and self.recipe is not None and self.parallel.ep > 1
+
+    @property
     def gradient_dtype(self) -> DType:
         """Element type of the main gradients, in which they are accumulated and reduced."""
         return self.training.grad_reduce_dtype

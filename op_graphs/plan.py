@@ -122,6 +122,10 @@ class TrainingPlan:
     """Low-precision recipe of the linears (``op_graphs.precision``); None for GEMMs in ``dtype``."""
     fp8_param_gather: bool = False
     """Whether weights exist in quantised form only, and are gathered so."""
+    fp8_storage: bool = False
+    """Whether what stays between forward and backward is kept as DeepSeek-V3 does: in 8 bits, along one axis."""
+    fp8_dispatch: bool = False
+    """Whether tokens and gradients travel to experts in 8 bits, quantised before they leave."""
     grad_reduce_dtype: DType = DType.FP32
     optimizer: str = "adam"
     optimizer_dtypes: OptimizerDTypes = field(default_factory=OptimizerDTypes)
@@ -161,6 +165,9 @@ class OverlapPlan:
     wgrad: bool | str = True
     contention: bool = False
     """Whether what runs at the same time on a device slows each other: SMs, memory and links are shared."""
+    reserved_sms: int = 0
+    """SMs that matrix products leave to communication kernels, also where none runs: their persistent kernels are
+    launched over the others (an SM margin, ``set_num_sms`` of DeepGEMM)."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ short kernel a step), tokens padded to multiples of 16 or 32 for each expert, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .parameters import ParameterTensor
 from .vocabulary import DType
@@ -51,6 +51,9 @@ class PrecisionRecipe:
     """Bytes of an element in a gather of quantised weights (``fp8_param_gather``)."""
     fused_grouped_cast: bool
     """Whether the inputs of all experts are cast by one kernel; else each expert's by its own."""
+    stored_once: bool = False
+    """Whether what stays between passes is there along rows only, and the copy along columns is made when a GEMM needs
+    it; inputs of activations stay in 8 bits then, and outputs of attention in 12 (DeepSeek-V3, section 3.3.3)."""
 
     def activation_size(self, elements: float, copies: int = 1) -> float:
         """Bytes of ``copies`` quantised copies of an input or gradient."""
@@ -58,7 +61,8 @@ class PrecisionRecipe:
 
     def weight_size(self, elements: float, copies: int | None = None) -> float:
         """Bytes of quantised copies of a weight; of all it has, by default."""
-        return self.weight_bytes * (self.copies if copies is None else copies) * elements
+        whole = 1 if self.stored_once else self.copies
+        return self.weight_bytes * (whole if copies is None else copies) * elements
 
     @property
     def gathers_copies(self) -> int:
@@ -160,12 +164,15 @@ RECIPES = {
 """Recipes by name: functions of the compute capability of the machine (0 if it has none)."""
 
 
-def precision_recipe(name: str | None, compute_capability: int = 0) -> PrecisionRecipe | None:
+def precision_recipe(
+    name: str | None, compute_capability: int = 0, *, stored_once: bool = False
+) -> PrecisionRecipe | None:
     """The recipe of a name in :data:`RECIPES`; None for None, which quantises nothing.
 
     Args:
         name: the recipe.
         compute_capability: 10 * major + minor of an NVIDIA machine; decides whether transposed copies exist.
+        stored_once: see :attr:`PrecisionRecipe.stored_once`.
 
     Raises:
         ValueError: for an unknown name.
@@ -174,7 +181,7 @@ def precision_recipe(name: str | None, compute_capability: int = 0) -> Precision
         return None
     if name not in RECIPES:
         raise ValueError(f"precision recipe {name!r} is not known; known are {', '.join(RECIPES)}")
-    return RECIPES[name](compute_capability)
+    return replace(RECIPES[name](compute_capability), stored_once=stored_once)
 
 
 _BF16_WEIGHTS = ("router.weight", "gate_weight", "patch_embedding.weight")

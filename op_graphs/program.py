@@ -314,10 +314,12 @@ class ProgramBuilder:
         phase: Phase | None = None,
         dtype: DType = DType.BF16,
         kind: OpKind = OpKind.COLLECTIVE,
+        shape: Shape = None,
     ) -> int:
         """Add a collective over a full message of ``size`` bytes on its dimension's stream; returns its row.
 
-        It waits for the rows in ``after``, by default for the compute operation added last.
+        It waits for the rows in ``after``, by default for the compute operation added last. A ``shape`` says how the
+        message travels, where ``size`` alone does not.
         """
         row = self._add(
             name,
@@ -327,6 +329,7 @@ class ProgramBuilder:
             communication=communication,
             communication_bytes=size,
             group=group,
+            shape=self.names.shape(shape),
             dtype=dtype,
         )
         sources = [self._last_compute] if after is None else list(after)

@@ -14,7 +14,7 @@ from op_graphs.lowering_context import LoweringContext
 from op_graphs.precision import precision_recipe
 from op_graphs.program import GraphNames
 from op_graphs.timeline import Steps, Timeline
-from op_graphs.vocabulary import Stream
+from op_graphs.vocabulary import OpKind, Stream
 from schedules.assembly import assemble
 from schedules.csv_format import parse_csv
 from tracesim.analysis.intervals import intersect, union
@@ -35,6 +35,8 @@ class ChunkPair:
     """Union of expert-parallel exchanges."""
     hidden: int
     """Part of it beside compute."""
+    kernels: dict[OpKind, int]
+    """Compute by kind."""
 
     @property
     def hidden_share(self) -> float:
@@ -54,7 +56,11 @@ def pair_graph(scenario: Scenario) -> OpGraph:
         rank=loads.rank(scenario.parallel, 0, "most"),
         copy_rank=None,
         load=loads.at("most"),
-        recipe=precision_recipe(scenario.training.recipe, scenario.hardware.compute_capability),
+        recipe=precision_recipe(
+            scenario.training.recipe,
+            scenario.hardware.compute_capability,
+            stored_once=scenario.training.fp8_storage,
+        ),
     )
     layers = range(scenario.model.layers)
     chunk = lower_chunk(context, Chunk(stage=0, index=0, layers=layers, has_embedding=False, has_head=False))
@@ -64,9 +70,14 @@ def pair_graph(scenario: Scenario) -> OpGraph:
     return assemble([lower_rank(context, [chunk], 0)], schedule, scenario.overlap, names)
 
 
+def pair_costs(scenario: Scenario) -> CostModel:
+    """Costs on the machine of a scenario, with the SMs that it reserves."""
+    return CostModel(scenario.hardware, reserved_sms=scenario.overlap.reserved_sms)
+
+
 def run_pair(scenario: Scenario, durations: np.ndarray | None = None) -> ChunkPair:
     """Simulate a pair; with contention where the scenario has it on."""
-    graph, costs = pair_graph(scenario), CostModel(scenario.hardware)
+    graph, costs = pair_graph(scenario), pair_costs(scenario)
     durations = costs.durations_ns(graph) if durations is None else durations
     sharing = sharing_policy(costs, graph, durations) if scenario.overlap.contention else None
     execution = execute(graph, durations, gap_ns=costs.gap_ns, sharing=sharing)
@@ -75,6 +86,7 @@ def run_pair(scenario: Scenario, durations: np.ndarray | None = None) -> ChunkPa
     rows = np.arange(segments.begin[number], segments.end[number])
     stream = graph.operations.stream[rows]
     compute, exchange = rows[stream == Stream.COMPUTE], rows[stream == Stream.EP]
+    kinds, lasts = graph.operations.kind[compute], execution.end[compute] - execution.start[compute]
     busy = union(execution.start[compute], execution.end[compute])
     moving = union(execution.start[exchange], execution.end[exchange])
     return ChunkPair(
@@ -82,12 +94,13 @@ def run_pair(scenario: Scenario, durations: np.ndarray | None = None) -> ChunkPa
         compute=busy.total,
         communication=moving.total,
         hidden=intersect(busy, moving).total,
+        kernels={OpKind(kind): int(lasts[kinds == kind].sum()) for kind in np.unique(kinds).tolist()},
     )
 
 
 def pair_timeline(scenario: Scenario) -> Timeline:
     """The timeline of a simulated pair as its only step; what is around it is outside of steps."""
-    graph, costs = pair_graph(scenario), CostModel(scenario.hardware)
+    graph, costs = pair_graph(scenario), pair_costs(scenario)
     durations = costs.durations_ns(graph)
     simulation = Simulation(scenario, graph, execute(graph, durations, gap_ns=costs.gap_ns, sharing=None))
     segments = graph.segments

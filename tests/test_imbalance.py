@@ -144,7 +144,9 @@ def test_the_spread_of_time_and_memory_holds_the_run(dispatcher):
         compute, peak = stage["spread"]["compute_ms"], stage["spread"]["peak_allocated_gib"]
         assert compute["min"] < compute["mean"] < compute["max"] == stage["compute_ms"]
         assert peak["min"] < peak["mean"] <= peak["max"] == stage["peak_allocated_gib"]
-        assert compute["mean"] == pytest.approx(balanced["compute_ms"], rel=1e-6)
+        # Where a token comes once to a rank, how many different ones come depends on who shares it.
+        within = 1e-3 if dispatcher == "deepep" else 1e-6
+        assert compute["mean"] == pytest.approx(balanced["compute_ms"], rel=within)
 
 
 def printed_report(report: dict[str, Any]) -> str:

@@ -286,7 +286,9 @@ def test_all_that_a_step_allocates_it_releases(hardware, dtype, scaling, recompu
 # -- time --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("hardware", "ratio"), [("h100-sxm", 0.88), ("h800-sxm", 0.76), ("b200-sxm", 0.98)])
+@pytest.mark.parametrize(
+    ("hardware", "ratio"), [("h100-sxm", 0.88), ("h800-sxm", 0.64 / 0.58), ("b200-sxm", 0.98)]
+)
 def test_a_long_gemm_is_faster_by_the_peaks_and_the_share_of_them_that_each_type_reaches(hardware, ratio):
     profile = load_profile(hardware)
     cost = ComputeCost(profile)
@@ -327,6 +329,24 @@ def test_a_scenario_written_out_loads_equal(hardware, dtype, scaling):
         (
             {"training__dtype": "fp8-tensorwise", "training__fp8_param_gather": True, "parallel__zero": 0},
             "needs sharded master weights to make fp8 weights from, zero is 0; set zero: 1",
+        ),
+        ({"training__fp8_dispatch": True}, "needs block scales, dtype is bf16; set dtype: fp8-blockwise"),
+        (
+            {"training__fp8_dispatch": True, "training__dtype": "fp8-blockwise"},
+            "needs a dispatcher that sends 8 bits, ep_dispatcher is alltoall; set ep_dispatcher: deepep",
+        ),
+        ({"training__fp8_storage": True}, "needs block scales, dtype is bf16; set dtype: fp8-blockwise"),
+        (
+            {"training__fp8_storage": True, "training__dtype": "fp8-blockwise", "parallel__tp": 2},
+            "is known for whole layers on a rank, tp is 2 and cp 1; set both to 1",
+        ),
+        (
+            {
+                "training__fp8_storage": True,
+                "training__dtype": "fp8-blockwise",
+                "training__offload": {"layers": 2},
+            },
+            "keeps activations on the device; leave out offload of modules or layers",
         ),
         (
             {"training__dtype": "fp8-tensorwise", "model__ffn_size": 520},

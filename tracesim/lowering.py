@@ -116,7 +116,9 @@ def _lower_rank(
         rank=loads.rank(parallel, pipeline_rank, level),
         copy_rank=mirrored,
         load=loads.at(level),
-        recipe=precision_recipe(training.recipe, scenario.hardware.compute_capability),
+        recipe=precision_recipe(
+            training.recipe, scenario.hardware.compute_capability, stored_once=training.fp8_storage
+        ),
     )
     layers = layers_per_stage(scenario.model.layers, parallel)
     chunks = []

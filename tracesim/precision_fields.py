@@ -67,6 +67,8 @@ def precision_mapping(training: TrainingPlan) -> dict[str, Any]:
         "dtype": "fp8-tensorwise" if delayed else training.recipe or training.dtype.name.lower(),
         "fp8_scaling": "delayed" if delayed else "current",
         "fp8_param_gather": training.fp8_param_gather,
+        "fp8_dispatch": training.fp8_dispatch,
+        "fp8_storage": training.fp8_storage,
         "optimizer_dtypes": {"master": dtypes.master.name.lower(), "moments": dtypes.moments.name.lower()},
     }
 
@@ -93,6 +95,10 @@ def check_precision(
         )
     if training.fp8_param_gather:
         _check_gather(dtype, parallel, training, problems)
+    if training.fp8_dispatch:
+        _check_dispatch(dtype, model, parallel, problems)
+    if training.fp8_storage:
+        _check_storage(dtype, parallel, training, problems)
     if (
         model is not None
         and dtype in LOW_PRECISION
@@ -136,6 +142,40 @@ def _check_gather(dtype: str, parallel: ParallelPlan, training: TrainingPlan, pr
         problems.add(
             path, True, f"needs whole master weights, optimizer_dtypes.master is {name}; set master: fp32"
         )
+
+
+def _check_dispatch(
+    dtype: str, model: ModelDescription | None, parallel: ParallelPlan, problems: Problems
+) -> None:
+    """DeepEP sends 8-bit elements with a scale for each 128 of a token, and to whole experts."""
+    path = "training.fp8_dispatch"
+    if dtype != "fp8-blockwise":
+        problems.add(path, True, f"needs block scales, dtype is {dtype}; set dtype: fp8-blockwise")
+    elif parallel.ep_dispatcher != "deepep":
+        problems.add(
+            path,
+            True,
+            f"needs a dispatcher that sends 8 bits, ep_dispatcher is {parallel.ep_dispatcher}; "
+            "set ep_dispatcher: deepep",
+        )
+    elif parallel.etp > 1 and problems.sound("parallel.etp"):
+        problems.add(path, True, f"needs experts that lie whole on a rank, etp is {parallel.etp}; set etp: 1")
+    elif model is not None and model.moe is None and problems.sound("model"):
+        problems.add(path, True, f"needs experts, {model.name} has none; leave it out")
+
+
+def _check_storage(dtype: str, parallel: ParallelPlan, training: TrainingPlan, problems: Problems) -> None:
+    path = "training.fp8_storage"
+    if dtype != "fp8-blockwise":
+        problems.add(path, True, f"needs block scales, dtype is {dtype}; set dtype: fp8-blockwise")
+    elif max(parallel.tp, parallel.cp) > 1 and problems.sound("parallel.tp", "parallel.cp"):
+        problems.add(
+            path,
+            True,
+            f"is known for whole layers on a rank, tp is {parallel.tp} and cp {parallel.cp}; set both to 1",
+        )
+    elif (training.offload.modules or training.offload.layers) and problems.sound("training.offload"):
+        problems.add(path, True, "keeps activations on the device; leave out offload of modules or layers")
 
 
 def _check_widths(dtype: str, model: ModelDescription, parallel: ParallelPlan, problems: Problems) -> None:

@@ -30,7 +30,7 @@ def rank_spread(
     if loads.balanced:
         return None
     stages = len(graph.ranks)
-    costs = CostModel(scenario.hardware)
+    costs = CostModel(scenario.hardware, reserved_sms=scenario.overlap.reserved_sms)
     compute: list[dict[str, int]] = [{} for _ in range(stages)]
     peak: list[dict[str, int]] = [{} for _ in range(stages)]
     flops = 0.0

@@ -197,6 +197,8 @@ def _training(
         dtype=DTYPES[values["dtype"]],
         recipe=recipe_name(values["dtype"], values["fp8_scaling"]),
         fp8_param_gather=values["fp8_param_gather"],
+        fp8_dispatch=values["fp8_dispatch"],
+        fp8_storage=values["fp8_storage"],
         grad_reduce_dtype=REDUCE_DTYPES[values["grad_reduce_dtype"]],
         optimizer=values["optimizer"],
         optimizer_dtypes=read_optimizer_dtypes(values["optimizer_dtypes"], problems),

@@ -78,6 +78,7 @@ def check_combinations(draft: Draft, problems: Problems) -> None:
     _check_attention_kernel(draft, problems)
     _check_overlap(draft, problems)
     check_offload(draft.model, draft.hardware, draft.training, problems)
+    _check_reserved_sms(draft, problems)
     _check_size(draft, problems)
 
 
@@ -245,6 +246,18 @@ def _check_chunks(draft: Draft, problems: Problems) -> None:
         build_schedule(schedule, parallel.pp, parallel.vpp, draft.training.num_microbatches)
     except ScheduleError as error:
         problems.add("schedule", schedule, f"cannot be built: {error}")
+
+
+def _check_reserved_sms(draft: Draft, problems: Problems) -> None:
+    path, reserved = "overlap.reserved_sms", draft.overlap.reserved_sms
+    if draft.hardware is None or not problems.sound(path) or reserved < draft.hardware.sm_count:
+        return
+    problems.add(
+        path,
+        reserved,
+        f"leaves matrix products no SM: {draft.hardware.name} has {draft.hardware.sm_count}; "
+        f"give 0 to {draft.hardware.sm_count - 1}",
+    )
 
 
 def _check_attention_kernel(draft: Draft, problems: Problems) -> None:

@@ -142,6 +142,8 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "dtype": _choice("bf16", DTYPES),
         "fp8_scaling": _choice("current", ("current", "delayed")),
         "fp8_param_gather": _flag(_TRAINING.fp8_param_gather),
+        "fp8_dispatch": _flag(_TRAINING.fp8_dispatch),
+        "fp8_storage": _flag(_TRAINING.fp8_storage),
         "grad_reduce_dtype": _choice("fp32", REDUCE_DTYPES),
         "optimizer": _choice(_TRAINING.optimizer, OPTIMIZERS),
         # Read by tracesim.precision_fields.
@@ -167,6 +169,11 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
     "overlap": {
         **{key: _policy(getattr(_OVERLAP, key), point.names()) for key, point in OVERLAP_POINTS.items()},
         "contention": _flag(_OVERLAP.contention),
+        "reserved_sms": FieldRule(
+            "must be a whole number of SMs, 0 or more",
+            lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 16,
+            _OVERLAP.reserved_sms,
+        ),
     },
     "libraries": {
         "transformer_engine": _flag(_LIBRARIES.transformer_engine),

@@ -5,7 +5,8 @@ shared resource (memory bandwidth, a direction of a link) it uses in a nanosecon
 equal demands are one class; rates depend on the classes that run, so they are computed once for each combination.
 
 - SMs: a kernel of ``blocks`` thread blocks needs ``ceil(blocks / SMs)`` waves, so with ``t`` of ``S`` SMs taken it
-  advances at ``ceil(blocks / S) / ceil(blocks / (S - t))``; one that streams memory at ``(S - t) / S``.
+  advances at ``ceil(blocks / S) / ceil(blocks / (S - t))``; one that streams memory at ``(S - t) / S``. One whose
+  blocks just fit at once needs another wave for those that then do not; one that leaves SMs free loses the rest only.
 - Resources: max-min fair. Who asks for less than an equal share gets what it asks; the others share the rest equally.
   An operation advances at the smallest share of its demand that it gets of any resource.
 
@@ -32,8 +33,12 @@ class Demand:
     """SMs that are gone for others while it waits or runs."""
     blocks: int = 0
     """Thread blocks, of which one runs on an SM at a time; 0 where it does not slow by waves."""
+    sms: int = 0
+    """SMs that it was launched on, where it leaves the others free on purpose; 0 for all."""
     linear: bool = False
     """It slows with the share of SMs that is left."""
+    second_wave: float = 0.0
+    """For a kernel launched with just as many blocks as fit at once: what each further wave takes of its duration."""
     last_wave: float = 1.0
     """Part of its duration in which its last blocks run; before that no kernel of another stream is admitted."""
     uses: tuple[tuple[int, float], ...] = ()
@@ -66,6 +71,8 @@ class SharingPolicy:
         for demand in self.demands:
             if not 0 <= demand.sms_taken < max(self.sms, 1):
                 raise ValueError(f"an operation takes {demand.sms_taken} of {self.sms} SMs; one must be left")
+            if not 0 <= demand.sms <= self.sms:
+                raise ValueError(f"an operation runs on {demand.sms} of {self.sms} SMs")
             if not 0 < demand.last_wave <= 1:
                 raise ValueError(
                     f"a last wave of {demand.last_wave} of a duration is not above 0 and at most 1"
@@ -108,12 +115,15 @@ class SharingPolicy:
 
     def sm_rate(self, demand: Demand, taken: int) -> float:
         """Rate of an operation of which ``taken`` SMs are gone."""
-        left = max(1, self.sms - taken)
-        if taken <= 0:
+        alone = demand.sms or self.sms
+        left = max(1, min(alone, self.sms - taken))
+        if left == alone:
             return 1.0
+        if demand.second_wave:
+            return 1 / (1 + demand.second_wave * (-(-alone // left) - 1))
         if demand.blocks:
-            return -(-demand.blocks // self.sms) / -(-demand.blocks // left)
-        return left / self.sms if demand.linear else 1.0
+            return -(-demand.blocks // alone) / -(-demand.blocks // left)
+        return left / alone if demand.linear else 1.0
 
 
 def max_min_shares(wanted: Sequence[float], capacity: float) -> list[float]:

@@ -70,7 +70,7 @@ class Simulation:
             ranks: as in :meth:`timeline`.
             reruns: classes whose saving is found by running the step again; all of them by default.
         """
-        costs = CostModel(self.scenario.hardware)
+        costs = CostModel(self.scenario.hardware, reserved_sms=self.scenario.overlap.reserved_sms)
         return exposed_in_simulation(
             self.timeline(ranks),
             self.graph,
@@ -101,7 +101,7 @@ def simulate(scenario: Scenario) -> Simulation:
     """
     try:
         graph = lower_scenario(scenario)
-        costs = CostModel(scenario.hardware)
+        costs = CostModel(scenario.hardware, reserved_sms=scenario.overlap.reserved_sms)
         execution = _execute(scenario, graph, costs, costs.durations_ns(graph))
     except OverflowError as error:
         raise ScenarioError(

@@ -33,14 +33,17 @@ class CostModel:
     Args:
         profile: the machine.
         available_sms: SMs left to compute beside communication; all of them by default.
+        reserved_sms: of these, SMs that matrix products leave free.
 
     Raises:
         ValueError: as :class:`ComputeCost`.
     """
 
-    def __init__(self, profile: HardwareProfile, available_sms: int | None = None) -> None:
+    def __init__(
+        self, profile: HardwareProfile, available_sms: int | None = None, reserved_sms: int = 0
+    ) -> None:
         self.profile = profile
-        self.compute = ComputeCost(profile, available_sms)
+        self.compute = ComputeCost(profile, available_sms, reserved_sms)
         self.collectives = CollectiveCost(profile)
 
     @property

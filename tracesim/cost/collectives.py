@@ -9,7 +9,8 @@ What NCCL's tuner does by estimate, this does as well: the minimum over all (alg
 - Tree: two complementary binary trees over the domains, a chain inside each (all-reduce across domains).
 - NVLS: the switch reduces and multicasts (all-reduce, gather, scatter in a domain), with trees between domains for
   the all-reduce.
-- Exchange: every pair sends directly (all-to-all, gather, scatter, sends).
+- Exchange: every pair sends directly (all-to-all, gather, scatter, sends). One of tokens with experts may instead cross
+  to each domain once and be handed on there (:class:`~op_graphs.graph.ExchangeShape`, as DeepEP does).
 
 Sibling groups share the bridge of a domain that has one (:mod:`.bridge`).
 
@@ -31,7 +32,7 @@ import numpy as np
 
 from hardware_profiles.profile import HardwareProfile, LinkFigures, MeasuredCollective
 from op_graphs.columns import Int64
-from op_graphs.graph import OpGraph
+from op_graphs.graph import ExchangeShape, OpGraph
 from op_graphs.timeline import CommunicationGroup
 from op_graphs.vocabulary import Communication
 
@@ -185,6 +186,7 @@ class CollectiveCost:
         ranks: tuple[int, ...],
         algorithm: Algorithm | None = None,
         protocol: Protocol | None = None,
+        exchange: ExchangeShape | None = None,
     ) -> CollectiveEstimate:
         """Duration of one collective or send from when its last member has arrived.
 
@@ -196,6 +198,7 @@ class CollectiveCost:
                 the last and the first being neighbours in a ``SEND_RECEIVE`` only.
             algorithm: only this one, by its formula even where the profile holds a measured line; None for any.
             protocol: the same of the protocol.
+            exchange: how an all-to-all travels that does not send each pair of ranks a part of its own.
 
         Returns:
             The cheapest algorithm and protocol; the first in the order of this module where two tie.
@@ -221,9 +224,9 @@ class CollectiveCost:
         crossed = crossing(ranks, self.profile.network, is_send=communication in SENDS)
         measured = self._measured_line(communication, placement)
         if measured is not None and algorithm is None and protocol is None:
-            return self._measured_estimate(measured, communication, size, placement, crossed)
+            return self._measured_estimate(measured, communication, size, placement, crossed, exchange)
         best: tuple[float, Protocol, _Plan] | None = None
-        for plan in self._plans(communication, size, placement):
+        for plan in self._plans(communication, size, placement, exchange):
             for handing in plan.protocols:
                 if algorithm not in (None, plan.algorithm) or protocol not in (None, handing):
                     continue
@@ -248,22 +251,30 @@ class CollectiveCost:
         rows = np.flatnonzero(graph.is_communication())
         if not len(rows):
             return durations
-        columns = ("communication", "communication_bytes", "group")
+        columns = ("communication", "communication_bytes", "group", "shape")
         first, inverse = distinct_rows([getattr(operations, column)[rows] for column in columns])
         times = [self._row_duration_ns(graph, int(row)) for row in rows[first]]
         durations[rows] = np.array(times, dtype=np.int64)[inverse]
         return durations
+
+    def estimate_row(self, graph: OpGraph, row: int) -> CollectiveEstimate:
+        """What :meth:`duration_ns` says of one communication row of a graph."""
+        operations = graph.operations
+        index, number = int(operations.group[row]), int(operations.shape[row])
+        shape = graph.shapes[number] if number >= 0 else None
+        return self.duration_ns(
+            Communication(int(operations.communication[row])),
+            float(operations.communication_bytes[row]),
+            graph.groups[index].ranks if index >= 0 else (),
+            exchange=shape if isinstance(shape, ExchangeShape) else None,
+        )
 
     def _row_duration_ns(self, graph: OpGraph, row: int) -> int:
         operations = graph.operations
         index = int(operations.group[row])
         group = graph.groups[index] if index >= 0 else CommunicationGroup("")
         try:
-            return self.duration_ns(
-                Communication(int(operations.communication[row])),
-                float(operations.communication_bytes[row]),
-                group.ranks,
-            ).time_ns
+            return self.estimate_row(graph, row).time_ns
         except ValueError as error:
             name = graph.strings[operations.name[row]]
             raise ValueError(f"operation {name!r} in group {group.name!r}: {error}") from None
@@ -285,9 +296,17 @@ class CollectiveCost:
         crosses = any(a // gpus_per_domain != b // gpus_per_domain for a, b in neighbours)
         return Placement(2, 2, 1, 1) if crosses else Placement(2, 1, 2, 2)
 
-    def _plans(self, communication: Communication, size: float, placement: Placement) -> Iterator[_Plan]:
+    def _plans(
+        self,
+        communication: Communication,
+        size: float,
+        placement: Placement,
+        exchange: ExchangeShape | None = None,
+    ) -> Iterator[_Plan]:
         if communication in SENDS:
             yield _send_plan(size, placement)
+        elif exchange is not None:
+            yield _forwarded_exchange_plan(exchange, placement)
         elif communication in EXCHANGES:
             yield _exchange_plan(size, placement)
         else:
@@ -326,8 +345,9 @@ class CollectiveCost:
         size: float,
         placement: Placement,
         crossed: Crossing | None,
+        exchange: ExchangeShape | None = None,
     ) -> CollectiveEstimate:
-        plan = next(self._plans(communication, size, placement))
+        plan = next(self._plans(communication, size, placement, exchange))
         network = self.profile.network
         domain_rate = network.domain.bandwidth_gb_per_s
         domain_rate *= row.efficiency if placement.tier == Tier.DOMAIN else network.domain.efficiency
@@ -426,6 +446,22 @@ def _exchange_plan(size: float, placement: Placement) -> _Plan:
         domain_bytes=size * (placement.most_in_a_domain - 1) / members,
         fabric_bytes=size * (members - placement.fewest_in_a_domain) / members if crosses else 0.0,
         protocols=(Protocol.LL, Protocol.SIMPLE),
+    )
+
+
+def _forwarded_exchange_plan(exchange: ExchangeShape, placement: Placement) -> _Plan:
+    """A token crosses to each domain once, to the rank of the sender's place there, which hands it to the others."""
+    members, domains = placement.size, placement.domains
+    sent = exchange.token_bytes * exchange.most
+    to_ranks = members * exchange.chance(members) * sent
+    crosses = domains > 1
+    return _Plan(
+        Algorithm.EXCHANGE,
+        domain_steps=1 if placement.most_in_a_domain > 1 else 0,
+        fabric_steps=1 if crosses else 0,
+        domain_bytes=to_ranks * (1 - 1 / placement.most_in_a_domain),
+        fabric_bytes=(domains - 1) * exchange.chance(domains) * sent if crosses else 0.0,
+        protocols=(Protocol.SIMPLE,),
     )
 
 

@@ -68,12 +68,15 @@ class ComputeCost:
     Args:
         profile: the machine.
         available_sms: SMs left to compute beside a communication kernel; all of them by default.
+        reserved_sms: of these, SMs that matrix products leave free (a margin for communication kernels).
 
     Raises:
-        ValueError: if ``available_sms`` is not between 1 and the SMs of the machine.
+        ValueError: if ``available_sms`` is not between 1 and the SMs of the machine, or ``reserved_sms`` leaves none.
     """
 
-    def __init__(self, profile: HardwareProfile, available_sms: int | None = None) -> None:
+    def __init__(
+        self, profile: HardwareProfile, available_sms: int | None = None, reserved_sms: int = 0
+    ) -> None:
         if available_sms is not None and not 1 <= available_sms <= profile.sm_count:
             raise ValueError(
                 f"available_sms is {available_sms}, but {profile.name} has {profile.sm_count} SMs; "
@@ -81,6 +84,12 @@ class ComputeCost:
             )
         self.profile = profile
         self.available_sms = profile.sm_count if available_sms is None else available_sms
+        if not 0 <= reserved_sms < self.available_sms:
+            raise ValueError(
+                f"reserved_sms is {reserved_sms}, but there are {self.available_sms} SMs, of which one must be left; "
+                f"give 0 to {self.available_sms - 1}"
+            )
+        self.product_sms = self.available_sms - reserved_sms
         self._measured = _measured_times_ns(profile)
 
     @property
@@ -135,9 +144,10 @@ class ComputeCost:
         if kind in FREE_KINDS or (shape is None and flops == 0 and traffic == 0):
             return ComputeEstimate(0, Provenance.MODELLED)
         measured = self._measured.get(shape) if isinstance(shape, GemmShape | AttentionShape) else None
-        if measured is not None and self.available_sms == self.profile.sm_count:
+        sm_count = self.product_sms if isinstance(shape, GemmShape) else self.available_sms
+        if measured is not None and sm_count == self.profile.sm_count:
             return ComputeEstimate(round(measured), Provenance.MEASURED)
-        time_ns, provenance = self._modelled(shape, flops, traffic, dtype, kind, self.available_sms)
+        time_ns, provenance = self._modelled(shape, flops, traffic, dtype, kind, sm_count)
         if measured is not None:
             # The row was measured with all SMs: take from the formula only what fewer of them cost.
             whole_ns, _ = self._modelled(shape, flops, traffic, dtype, kind, self.profile.sm_count)
@@ -222,7 +232,7 @@ class ComputeCost:
         if isinstance(shape, GemmShape):
             _require_positive(shape, (shape.m, shape.n, shape.k, shape.count))
             peak = self.peak_flop_per_ns(shape.dtype, sm_count)
-            figures = figures_for(self.profile.gemm, shape.dtype.name.lower())
+            figures = figures_for(self.profile.gemm, shape.dtype.name.lower(), accumulates=shape.accumulate)
             if not is_aligned(shape):
                 provenance = Provenance.EXTRAPOLATED
             if kind == OpKind.GROUPED_GEMM and figures.grouped_per_expert_us > 0:

@@ -18,7 +18,6 @@ import numpy as np
 from hardware_profiles.profile import GemmFigures, HardwareProfile, LinkFigures
 from op_graphs.columns import Int64
 from op_graphs.graph import AttentionShape, GemmShape, HostCopyShape, HostUpdateShape, MemoryShape, OpGraph
-from op_graphs.timeline import CommunicationGroup
 from op_graphs.vocabulary import Communication, OpKind
 
 from ..sharing import Demand, SharingPolicy
@@ -38,6 +37,11 @@ SEND_SMS = 2
 CHANNEL_BYTES = 1 << 18
 """Message for which a collective takes one more SM, up to its most. An assumption: libraries open few channels for
 small messages."""
+
+SECOND_WAVE = 0.72
+"""Part of its duration by itself that a norm needs again where SMs are gone: its blocks fit just once, so some of them
+come in a second wave, with the memory bandwidth to themselves. Measured in a public H800 trace, 1.62 to 1.85 times as
+long beside a communication kernel as without (``benchmarks.fit --figure contention``)."""
 
 QUERY_TILE = 128
 """Queries of a thread block of fused attention."""
@@ -107,16 +111,18 @@ def _demand(costs: CostModel, graph: OpGraph, row: int, duration: int) -> Demand
         # Copy engines take no SMs.
         return Demand(uses=uses)
     if isinstance(shape, GemmShape):
-        launches = (
-            shape.count if kind == OpKind.GROUPED_GEMM and profile.gemm.grouped_per_expert_us > 0 else 1
-        )
+        by_expert = figures_for(profile.gemm, shape.dtype.name.lower()).grouped_per_expert_us > 0
+        launches = shape.count if kind == OpKind.GROUPED_GEMM and by_expert else 1
         blocks = gemm_blocks(replace(shape, count=1) if launches > 1 else shape, profile)
-        return Demand(blocks=blocks, last_wave=_last_wave(blocks, profile.sm_count, launches), uses=uses)
+        sms = costs.compute.product_sms
+        return Demand(blocks=blocks, sms=sms, last_wave=_last_wave(blocks, sms, launches), uses=uses)
     if isinstance(shape, AttentionShape):
         blocks = shape.batch * shape.heads * -(-shape.query_length // QUERY_TILE)
         return Demand(blocks=blocks, last_wave=_last_wave(blocks, profile.sm_count), uses=uses)
     waves = max(1, round(traffic / (WAVE_BYTES_PER_SM * profile.sm_count)))
     launches = shape.passes if isinstance(shape, MemoryShape) else 1
+    if kind is OpKind.NORM:
+        return Demand(second_wave=SECOND_WAVE, uses=uses)
     return Demand(linear=True, last_wave=1.0 if launches > 1 else 1 / waves, uses=uses)
 
 
@@ -129,9 +135,7 @@ def _communication_demand(costs: CostModel, graph: OpGraph, row: int, duration: 
     operations, profile = graph.operations, costs.profile
     what = Communication(int(operations.communication[row]))
     size = float(operations.communication_bytes[row])
-    index = int(operations.group[row])
-    group = graph.groups[index] if index >= 0 else CommunicationGroup("")
-    estimate = costs.collectives.duration_ns(what, size, group.ranks)
+    estimate = costs.collectives.estimate_row(graph, row)
     moved = {
         DOMAIN_OUT: estimate.domain_bytes,
         DOMAIN_IN: estimate.domain_bytes,

@@ -105,8 +105,23 @@ def multi_stream_gemm_ns(
     )
 
 
-def figures_for(figures: GemmFigures, dtype: str) -> GemmFigures:
-    """The figures for operands of a dtype, which reach another share of their peak than bf16 does."""
+def figures_for(figures: GemmFigures, dtype: str, *, accumulates: bool = False) -> GemmFigures:
+    """The figures for operands of a dtype, which reach another share of their peak than bf16 does.
+
+    ``accumulates`` says that the product adds to an fp32 gradient.
+    """
+    own = figures.dtypes.get(dtype)
+    if own is not None:
+        ratio = own.accumulate_ratio if accumulates else 1.0
+        return replace(
+            figures,
+            mainloop_efficiency=ratio * own.mainloop_efficiency,
+            sustained_efficiency=ratio * own.sustained_efficiency,
+            exposed_epilogue=own.exposed_epilogue,
+            grouped_per_expert_us=own.grouped_per_expert_us,
+            grouped_efficiency=ratio * own.grouped_efficiency,
+            grouped_exposed_traffic=own.grouped_exposed_traffic,
+        )
     ratio = figures.dtype_ratio.get(dtype, 1.0)
     if ratio == 1.0:
         return figures
