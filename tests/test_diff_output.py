@@ -142,8 +142,8 @@ def test_the_tables_say_why():
     render_diff(compare_timelines(RUN.timeline(), SLOWER.timeline()).result, Console(file=out, width=120))
     text = out.getvalue()
     assert "kernels that both have" in text
-    assert "matched: 100.0 % of device time" in text
-    line = next(line for line in text.splitlines() if "gemm_c" in line)
+    assert "100.0 % of device time is matched" in text
+    line = next(line for line in text.splitlines() if line.startswith("│ gemm_c"))
     assert "+0.004" in line
     assert "1.20" in line
 
@@ -201,6 +201,18 @@ def test_a_scenario_is_simulated_with_the_ranks_of_the_trace(folder):
     assert found["attribution"]["difference_ns"] == 0
     assert found["matched_fraction"] == 1
     assert {m["difference_bytes"] for m in found["memory"]} == {0}
+
+
+def test_both_sides_can_be_scenarios(folder, tmp_path):
+    (tmp_path / "wider.yaml").write_text(SCENARIO.replace("seq_len: 512", "seq_len: 1024"))
+    result = command(str(folder / "small.yaml"), str(tmp_path / "wider.yaml"), "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert all(found[side]["simulated"] for side in ("a", "b"))
+    assert found["attribution"]["difference_ns"] > 0
+    mirrored = json.loads(command(str(folder / "out"), str(folder / "small.yaml"), "--json").stdout)
+    assert [r["rank_b"] for r in mirrored["attribution"]["ranks"]] == [0, 3]
+    assert mirrored["attribution"]["difference_ns"] == 0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from exporters import write_perfetto
+from op_graphs.timeline import Timeline
 
 from ..diff import compare_timelines, is_scenario, markdown, merged_timeline, render_diff, simulate_beside
 from ..errors import TraceError
@@ -72,15 +73,13 @@ def diff(
 ) -> None:
     """Compare two traces, simulated or real, and say what makes the difference.
 
-    A is a file, a folder of ranks, or a scenario (a YAML file or a bundled name), which is simulated. B is a file, a
-    folder of ranks, or several files.
+    A and B are each a file, a folder of ranks, or a scenario (a YAML file or a bundled name), which is simulated. B may
+    also be several files.
     """
     if fail_over is not None and not math.isfinite(fail_over):
         raise click.BadParameter(f"{fail_over} is no percentage", param_hint="--fail-over")
     with progress("comparing"):
-        first = None if is_scenario(a) else read_trace(a)
-        second = read_trace(b)
-        comparison = compare_timelines(first or simulate_beside(a, second), second)
+        comparison = compare_timelines(*_sides(a, b))
     difference = comparison.result
     if output is not None:
         write_perfetto(merged_timeline(comparison), output)
@@ -96,6 +95,16 @@ def diff(
                 click.echo(f"wrote {path}")
     if fail_over is not None:
         _fail_over(difference, fail_over)
+
+
+def _sides(a: str, b: tuple[str, ...]) -> tuple[Timeline, Timeline]:
+    """Both timelines; a scenario beside a trace is simulated with the ranks that the trace shows."""
+    simulated_b = len(b) == 1 and is_scenario(b[0])
+    if not is_scenario(a):
+        first = read_trace(a)
+        return first, simulate_beside(b[0], first) if simulated_b else read_trace(b)
+    second = simulate_beside(b[0]) if simulated_b else read_trace(b)
+    return simulate_beside(a, None if simulated_b else second), second
 
 
 def _fail_over(difference: Mapping[str, Any], limit: float) -> None:

@@ -205,10 +205,3 @@ class _Measure:
         place = np.maximum(at, 0)
         total = np.where(at >= 0, self.before[place], 0)
         return np.asarray(total + np.where(inside, time - self.edges[place], 0), dtype=np.int64)
-
-
-def measure_between(instants: Intervals, start: Int64, end: Int64) -> Int64:
-    """Nanoseconds of a set of instants in each ``[start, end)``."""
-    if not len(instants):
-        return np.zeros(len(start), dtype=np.int64)
-    return _Measure(instants).between(start, end)

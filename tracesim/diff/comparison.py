@@ -22,10 +22,12 @@ from tracesim.diff.figures import (
     step_figures,
     steps_by_rank,
 )
+from tracesim.diff.host import host_in_gaps
 from tracesim.diff.matcher import MOVED, PIECE
 from tracesim.diff.memory import compare_peaks
 from tracesim.diff.pairing import pair_ranks
-from tracesim.diff.ranking import host_in_gaps, ranked_operations, unmatched_operations
+from tracesim.diff.ranking import ranked_operations, unmatched_operations
+from tracesim.diff.words import summary
 
 SCHEMA = "tracesim.diff/1"
 
@@ -83,13 +85,13 @@ def compare_timelines(a: Timeline, b: Timeline) -> Comparison:
         "operations": ranked_operations(alignment, attribution),
         "unmatched": {"a": unmatched_operations(alignment, 0), "b": unmatched_operations(alignment, 1)},
         "host_in_launch_gaps": host_in_gaps(alignment, attribution),
-        "memory": compare_peaks(a, b, ranks),
+        "memory": compare_peaks(a, b),
         "clocks": [
             {"rank": x, "rank_b": y, "offset_ns": c.offset, "spread_ns": c.spread, "anchors": c.anchors}
             for (x, y), c in zip(numbers, alignment.clocks, strict=True)
         ],
     }
-    return Comparison(alignment, attribution, result)
+    return Comparison(alignment, attribution, {**result, "summary": summary(result)})
 
 
 def diff_timelines(a: Timeline, b: Timeline) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def diff_timelines(a: Timeline, b: Timeline) -> dict[str, Any]:
         ``metrics`` and ``kinds``, each figure as ``{"a", "b", "absolute", "relative"}``, times in ms a step,
         ``absolute = b - a``, ``relative = b / a - 1`` (None where ``a`` is 0). With it: ``matched_fraction``,
         ``attribution`` (``difference_ns`` and ``parts_ns``, which add up to it, as means, by rank and by step),
-        ``operations``, ``unmatched``, ``host_in_launch_gaps``, ``memory`` and ``clocks``.
+        ``operations``, ``unmatched``, ``host_in_launch_gaps``, ``memory``, ``clocks`` and ``summary`` (sentences).
     """
     return compare_timelines(a, b).result
 

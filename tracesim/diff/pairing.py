@@ -7,7 +7,7 @@ do. The only step of one side (a simulated one) is laid beside every step of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from op_graphs.timeline import Timeline
@@ -52,14 +52,20 @@ def pair_ranks(
 ) -> list[RankPair]:
     """The ranks that have a step on both sides, in the order of their rows in ``a``."""
     steps_a, steps_b = _by_rank(windows_a), _by_rank(windows_b)
-    numbers_a = {int(a.ranks.rank[row]): row for row in steps_a}
-    numbers_b = {int(b.ranks.rank[row]): row for row in steps_b}
+    rows = pair_rows(a, b, steps_a, steps_b)
+    return [RankPair(x, y, tuple(pair_steps(steps_a[x], steps_b[y]))) for x, y in rows]
+
+
+def pair_rows(
+    a: Timeline, b: Timeline, rows_a: Collection[int], rows_b: Collection[int]
+) -> list[tuple[int, int]]:
+    """Rows of :attr:`Timeline.ranks` of both runs that are the same rank, out of the given ones."""
+    numbers_a = {int(a.ranks.rank[row]): row for row in rows_a}
+    numbers_b = {int(b.ranks.rank[row]): row for row in rows_b}
     common = sorted((set(numbers_a) & set(numbers_b)) - {-1})
     if common:
-        rows = [(numbers_a[number], numbers_b[number]) for number in common]
-    else:
-        rows = list(zip(_in_order(a, steps_a), _in_order(b, steps_b), strict=False))
-    return [RankPair(x, y, tuple(pair_steps(steps_a[x], steps_b[y]))) for x, y in rows]
+        return [(numbers_a[number], numbers_b[number]) for number in common]
+    return list(zip(_in_order(a, rows_a), _in_order(b, rows_b), strict=False))
 
 
 def pair_steps(a: Sequence[Window], b: Sequence[Window]) -> list[StepPair]:
@@ -81,5 +87,5 @@ def _by_rank(windows: Sequence[Window]) -> dict[int, list[Window]]:
     return found
 
 
-def _in_order(timeline: Timeline, rows: dict[int, list[Window]]) -> list[int]:
+def _in_order(timeline: Timeline, rows: Collection[int]) -> list[int]:
     return sorted(rows, key=lambda row: (int(timeline.ranks.pp[row]), int(timeline.ranks.rank[row]), row))

@@ -1,26 +1,18 @@
-"""Which operations contribute most to a difference, what only one side has, and what the host did in launch gaps."""
+"""Which operations contribute most to a difference, and what only one side has."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from op_graphs.columns import Float64, Int64
-from op_graphs.timeline import Timeline
-from op_graphs.vocabulary import FlowKind, OpKind, TrackRole
+from op_graphs.vocabulary import OpKind
 from tracesim.diff.alignment import Alignment
 from tracesim.diff.attribution import Attribution
-from tracesim.diff.claims import measure_between
 from tracesim.diff.matcher import PIECE
-from tracesim.readers.nesting import Nesting
 
 MOST_ROWS = 30
-
-_NOT_AN_OPERATION = re.compile(r"^ProfilerStep|\.py\(\d+\)|^<built-in|^PyTorch Profiler")
-_SERIAL = re.compile(r"#\d+|0x[0-9a-fA-F]+")
 
 
 def ranked_operations(
@@ -153,61 +145,3 @@ def unmatched_operations(alignment: Alignment, side: int, largest: int = MOST_RO
         }
         for i in order.tolist()
     ]
-
-
-def host_in_gaps(alignment: Alignment, attribution: Attribution, largest: int = 10) -> list[dict[str, Any]]:
-    """What the launching host thread was in while the device waited for it.
-
-    Returns:
-        One dict a name: ``name``, ``a_ns``, ``b_ns`` and ``difference_ns``, means over steps and ranks. Names are those
-        of outermost operators and annotations other than the step's own; gaps outside of all of them are not listed.
-    """
-    totals: dict[str, list[float]] = {}
-    for side, timeline in enumerate((alignment.a, alignment.b)):
-        host = _Host(timeline)
-        segment = 0
-        for rank in alignment.ranks:
-            names, start, end = host.outermost(rank.b if side else rank.a)
-            weight = 1 / len(rank.steps) / len(alignment.ranks)
-            for claims in attribution.claims[segment : segment + len(rank.steps)]:
-                time = measure_between(claims[side].gaps, start, end)
-                for at in np.flatnonzero(time).tolist():
-                    totals.setdefault(names[at], [0.0, 0.0])[side] += weight * int(time[at])
-            segment += len(rank.steps)
-    ordered = sorted(totals.items(), key=lambda item: (-abs(item[1][1] - item[1][0]), item[0]))[:largest]
-    return [
-        {"name": name, "a_ns": round(a), "b_ns": round(b), "difference_ns": round(b - a)}
-        for name, (a, b) in ordered
-    ]
-
-
-class _Host:
-    """Host slices of a timeline, thread by thread."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline = timeline
-        flows = timeline.flows
-        self.launches = timeline.slices.track[flows.source[flows.kind == FlowKind.LAUNCH]]
-
-    def outermost(self, rank: int) -> tuple[Sequence[str], Int64, Int64]:
-        """Name, start and end of the outermost operations of the thread of a rank that launches most."""
-        timeline, slices = self.timeline, self.timeline.slices
-        none = np.zeros(0, dtype=np.int64)
-        mine = self.launches[timeline.tracks.rank[self.launches] == rank]
-        if not len(mine):
-            return [], none, none
-        busiest = int(np.bincount(mine).argmax())
-        # Annotations of a thread have a track of their own, with the number of the thread.
-        thread = timeline.tracks.stream == timeline.tracks.stream[busiest]
-        thread &= (timeline.tracks.rank == rank) & np.isin(
-            timeline.tracks.role, (TrackRole.HOST, TrackRole.ANNOTATION)
-        )
-        rows = np.flatnonzero(thread[slices.track])
-        telling = np.array([not _NOT_AN_OPERATION.search(name) for name in timeline.strings], dtype=np.bool_)
-        rows = rows[telling[slices.name[rows]]]
-        nesting = Nesting.build(
-            np.zeros(len(rows), dtype=np.int32), slices.start[rows], (slices.start + slices.duration)[rows]
-        )
-        rows = rows[nesting.order[nesting.parent < 0]]
-        names = [_SERIAL.sub("", timeline.string(int(name))) for name in slices.name[rows]]
-        return names, slices.start[rows], (slices.start + slices.duration)[rows]

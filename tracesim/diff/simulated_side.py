@@ -18,15 +18,15 @@ def is_scenario(path: str) -> bool:
     return Path(path).suffix.lower() in _SUFFIXES or (not Path(path).exists() and path in list_scenarios())
 
 
-def simulate_beside(scenario: str, measured: Timeline) -> Timeline:
+def simulate_beside(scenario: str, measured: Timeline | None = None) -> Timeline:
     """The timeline of a simulated step of a scenario, for comparison with a measured trace.
 
-    It holds the ranks of the trace where the scenario has them all, else one a pipeline stage.
+    It holds the ranks of the trace where there is one and the scenario has them all, else one a pipeline stage.
 
     Raises:
         ScenarioError: if the scenario is wrong, or cannot be simulated.
     """
     loaded = load_scenario(scenario)
-    numbers = np.unique(measured.ranks.rank).tolist()
+    numbers = [] if measured is None else np.unique(measured.ranks.rank).tolist()
     shown = bool(numbers) and numbers[0] >= 0 and numbers[-1] < loaded.parallel.world_size
     return simulate(loaded).timeline(numbers if shown else None)

@@ -9,24 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tracesim.diff.words import PART_LABELS, operation_label, rank_label
+
 _MOST_RANKS = 8
 _MOST_OPERATIONS = 20
 _MOST_HOST_ROWS = 6
-
-PART_LABELS = {
-    "kernels": "kernels that both have",
-    "optimizer": "optimizer",
-    "copies": "copies and fills",
-    "exposed_communication": "exposed communication",
-    "waiting_for_peers": "waiting for peers",
-    "bubble": "pipeline bubble",
-    "launch_gaps": "launch gaps",
-    "waiting_for_streams": "waiting for other streams",
-    "unexplained_idle": "idle, unexplained",
-    "unmatched_a": "only in a",
-    "unmatched_b": "only in b",
-}
-"""The parts of a difference in words."""
 
 _LABELS = {
     "iteration_time_ms": "iteration time",
@@ -41,9 +28,13 @@ _LABELS = {
 
 
 def render_diff(result: Mapping[str, Any], console: Console) -> None:
-    """Print what :func:`~tracesim.diff.diff_timelines` returned as tables: averages, kinds, ranks, why they differ."""
+    """Print what :func:`~tracesim.diff.diff_timelines` returned: sentences, averages, kinds, ranks, why they differ."""
     for key in ("a", "b"):
-        console.print(describe_side(key, result[key]), highlight=False, markup=False)
+        console.print(describe_side(key, result[key]), highlight=False, markup=False, soft_wrap=True)
+    console.print()
+    for sentence in result["summary"]:
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    console.print()
     _averages(result["averages"], console)
     if len(result["ranks"]) > 1:
         ranks = _table("iteration time of each rank, ms")
@@ -52,6 +43,7 @@ def render_diff(result: Mapping[str, Any], console: Console) -> None:
         console.print(ranks)
     if result["attribution"]["steps"]:
         _attribution(result, console)
+    _memory(result["memory"], console)
 
 
 def describe_side(key: str, side: Mapping[str, Any]) -> str:
@@ -68,21 +60,23 @@ def _averages(averages: Mapping[str, Any], console: Console) -> None:
     for key, values in averages["metrics"].items():
         if key.endswith("_ms") and (key in _LABELS or values["a"] or values["b"]):
             _row(table, _LABELS.get(key) or "  of it " + key.split("_")[2], values)
-    console.print(table)
-    kinds = _table("ms a step by kind, summed without regard to overlap", ("count a", "count b"))
+    if averages["metrics"]:
+        console.print(table)
+    kinds = _table("ms a step by kind", ("count a", "count b"))
     ordered = sorted(
         averages["kinds"].items(), key=lambda i: -max(i[1]["total_ms"]["a"], i[1]["total_ms"]["b"])
     )
     for name, values in ordered:
         _row(kinds, name, values["total_ms"], [f"{values['count'][side]:g}" for side in ("a", "b")])
-    console.print(kinds)
+    if ordered:
+        console.print(kinds)
 
 
 def _attribution(result: Mapping[str, Any], console: Console) -> None:
     attribution = result["attribution"]
     ranks = attribution["ranks"]
     shown = ranks if 1 < len(ranks) <= _MOST_RANKS else []
-    table = Table(title="why a step of b differs from one of a, ms", title_justify="left")
+    table = Table(title="b - a of a step, ms", title_justify="left")
     table.add_column("")
     table.add_column("mean", justify="right")
     for rank in shown:
@@ -94,22 +88,8 @@ def _attribution(result: Mapping[str, Any], console: Console) -> None:
     table.add_section()
     table.add_row("b - a", *(f"{entry['difference_ns'] / 1e6:+.3f}" for entry in (attribution, *shown)))
     console.print(table)
-    matched = result["matched"]
-    console.print(
-        f"matched: {100 * result['matched_fraction']:.1f} % of device time ({100 * matched['fraction_a']:.1f} % of a, "
-        f"{100 * matched['fraction_b']:.1f} % of b), {matched['pairs']} pairs of slices",
-        highlight=False,
-        markup=False,
-    )
     _operations(result["operations"], console)
     _host(result["host_in_launch_gaps"], console)
-    _memory(result["memory"], console)
-
-
-def rank_label(entry: Mapping[str, Any]) -> str:
-    """``rank 3``, or ``rank 3 / 1`` where the ranks that are compared differ."""
-    both = entry["rank"] != entry["rank_b"]
-    return f"rank {entry['rank']}" + (f" / {entry['rank_b']}" if both else "")
 
 
 def _operations(operations: Iterable[Mapping[str, Any]], console: Console) -> None:
@@ -133,11 +113,6 @@ def _operations(operations: Iterable[Mapping[str, Any]], console: Console) -> No
             "" if o["ratio"] is None else f"{o['ratio']:.2f}",
         )
     console.print(table)
-
-
-def operation_label(operation: Mapping[str, Any]) -> str:
-    """The framework's operator where it is known, and the name of the slice."""
-    return ": ".join(part for part in (operation["operator"], operation["name"]) if part)
 
 
 def _host(rows: Iterable[Mapping[str, Any]], console: Console) -> None:

@@ -37,7 +37,7 @@ class AssembledTimeline:
         self._tracks: dict[tuple[int, int, int, str], int] = {}
         self._slices: list[dict[str, Any]] = []
         self._flows: list[tuple[int, int, int]] = []
-        self._counters: list[tuple[int, str, bool, Any, Any]] = []
+        self._counters: list[tuple[int, str, bool, Any, Any, int]] = []
         self._steps: list[tuple[int, int, int, int]] = []
 
     def rank(self, number: int, **coordinates: int) -> int:
@@ -69,10 +69,18 @@ class AssembledTimeline:
         """An arrow between two slices."""
         self._flows.append((source, target, kind))
 
-    def counter(self, rank: int, name: str, times: Any, values: Any, is_bytes: bool = True) -> None:  # noqa: ANN401
-        """A curve of a rank; times in ns, in any order."""
+    def counter(
+        self,
+        rank: int,
+        name: str,
+        times: Any,  # noqa: ANN401
+        values: Any,  # noqa: ANN401
+        is_bytes: bool = True,
+        category: int = -1,
+    ) -> None:
+        """A curve of a rank; times in ns, in any order; ``category`` is a :class:`MemoryCategory` or -1."""
         self._counters.append(
-            (rank, name, is_bytes, np.asarray(times, np.int64), np.asarray(values, np.float64))
+            (rank, name, is_bytes, np.asarray(times, np.int64), np.asarray(values, np.float64), category)
         )
 
     def step(self, rank: int, number: int, start: int, end: int) -> None:
@@ -96,7 +104,7 @@ class AssembledTimeline:
         flows = np.array(self._flows, dtype=np.int64).reshape(-1, 3)
         counters = sorted(self._counters, key=lambda c: row_of_rank[c[0]])
         samples = []
-        for track, (_, _, _, at, values) in enumerate(counters):
+        for track, (_, _, _, at, values, _) in enumerate(counters):
             rows = np.argsort(at, kind="stable")
             samples.append(CounterSamples(np.full(len(rows), track), at[rows] - base, values[rows]))
         facts = {"name": self.path.name, "time_base_ns": base, **facts}
@@ -116,10 +124,10 @@ class AssembledTimeline:
                 {
                     "rank": row_of_rank[r],
                     "name": self.strings.intern(name),
-                    "category": -1,
+                    "category": category,
                     "is_bytes": is_bytes,
                 }
-                for r, name, is_bytes, _, _ in counters
+                for r, name, is_bytes, _, _, category in counters
             ),
             counter_samples=CounterSamples.concatenate(samples),
             steps=Steps.from_rows(

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from op_graphs.timeline import Timeline
+from op_graphs.vocabulary import MemoryCategory
 from tracesim.errors import TraceError
 from tracesim.readers.assembled import AssembledTimeline
 from tracesim.readers.sources import Source
@@ -14,6 +15,14 @@ _CATEGORIES = (
     "parameter", "optimizer state", "input", "temporary", "activation", "gradient", "autograd detail", "unknown",
 )  # fmt: skip
 """Names of the columns behind the first, which is always 0 (the lower edge of the stacked plot)."""
+_MEANING = {
+    "parameter": MemoryCategory.WEIGHTS,
+    "optimizer state": MemoryCategory.OPTIMIZER_STATES,
+    "temporary": MemoryCategory.TEMPORARY,
+    "activation": MemoryCategory.ACTIVATIONS,
+    "gradient": MemoryCategory.GRADIENTS,
+}
+"""The names that mean what ours do; the others (inputs, details of autograd, what is not known) have no category."""
 
 
 def recognise(source: Source) -> bool:
@@ -45,5 +54,5 @@ def read(source: Source) -> Timeline:
     built.counter(rank, "allocated", at, table.sum(axis=1))
     for column in range(1, table.shape[1]):
         name = _CATEGORIES[column - 1] if column <= len(_CATEGORIES) else f"category {column}"
-        built.counter(rank, name, at, table[:, column])
+        built.counter(rank, name, at, table[:, column], category=_MEANING.get(name, -1))
     return built.timeline(properties={"format": "memory timeline"})
