@@ -25,7 +25,7 @@ from tracesim.scenario import Scenario
 
 Runner = Callable[[Scenario], RunReport]
 MAX_FILE_BYTES = 1 << 28
-FIGURES = ("time", "allocated", "reserved")
+FIGURES = ("time", "allocated", "reserved", "activations", "state", "bubble")
 
 
 class InputError(ValueError):
@@ -145,11 +145,28 @@ def _simulated(row: MeasuredRow, source: str, runner: Runner) -> RowResult:
         "time": report["iteration_time_ms"],
         "allocated": measured_on["peak_allocated_gib"],
         "reserved": measured_on["peak_reserved_gib"],
+        "activations": None,
+        "state": None,
+        "bubble": 100 * report.get("pipeline_bubble_fraction", 0.0),
     }
+    if row.activations is not None or row.state_gib is not None:
+        held = report["stages"][0]["memory_at_peak_gib"]
+        predicted["state"] = held["weights"] + held["gradients"] + held["optimizer_states"]
+        predicted["activations"] = held["activations"]
+        if row.baseline is not None:
+            baseline = _report_of(row.baseline, runner)["stages"][0]["memory_at_peak_gib"]
+            predicted["activations"] *= 100 / baseline["activations"]
     if row.smaller is not None:
         difference = _without_optimizer(report) - _without_optimizer(_report_of(row.smaller, runner))
         predicted["time"] = difference / row.layers_between
-    measured = {"time": row.time_ms, "allocated": row.allocated_gib, "reserved": row.reserved_gib}
+    measured = {
+        "time": row.time_ms,
+        "allocated": row.allocated_gib,
+        "reserved": row.reserved_gib,
+        "activations": row.activations,
+        "state": row.state_gib,
+        "bubble": row.bubble_pct,
+    }
     figures = {
         name: (value, float(predicted[name]))
         for name, value in measured.items()

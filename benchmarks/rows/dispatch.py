@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import layer_rows, megatron_rows, simumax_rows, training_rows
+from . import layer_rows, megatron_rows, memory_part_rows, simumax_rows, training_rows
 from .row import MeasuredRow, RowFile, RowSkippedError
 
 
@@ -44,6 +44,8 @@ def express(row: object, index: int, file: RowFile) -> MeasuredRow:
             return simumax_rows.express(row, label, file)
         if megatron_rows.is_megatron_row(row):
             return megatron_rows.express(row, label)
+        if memory_part_rows.is_memory_part_row(row):
+            return memory_part_rows.express(row, label, source)
         if layer_rows.is_layer_row(row):
             return layer_rows.express(row, label, source)
         return training_rows.express(row, label, source)

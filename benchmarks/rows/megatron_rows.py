@@ -23,6 +23,7 @@ _VOCABULARIES = {
     "GPTSentencePieceTokenizer": 256_000,
     "Llama2Tokenizer": 32_000,
 }
+_SHARDS_STATE = ("use-distributed-optimizer", "use-megatron-fsdp", "num-experts")
 _ONE_NODE = 8
 """GPUs of the machines on which the functional tests ran; those named ``_1node`` are of four (GB200)."""
 
@@ -74,6 +75,11 @@ def _machine(row: Mapping[str, Any]) -> str | dict[str, Any]:
 def _gpus(row: Mapping[str, Any], table: str) -> int:
     if row.get("num_gpus") is not None:
         return count_at(row, "num_gpus")
+    arguments = mapping_at(row, "megatron_args_full")
+    if not any(arguments.get(name) for name in _SHARDS_STATE) and "release" in table:
+        # Nothing is spread over data-parallel ranks, so their number does not matter for the memory of one.
+        tp, pp = (arguments.get(f"{kind}-model-parallel-size", 1) for kind in ("tensor", "pipeline"))
+        return int(tp) * int(pp)
     if "release" in table:
         raise RowSkippedError("the row does not say how many GPUs the release test ran on")
     return 4 if "_1node" in table else _ONE_NODE

@@ -45,6 +45,13 @@ class MeasuredRow:
     time_ms: float | None = None
     allocated_gib: float | None = None
     reserved_gib: float | None = None
+    bubble_pct: float | None = None
+    """Share of the pipeline's time in which ranks wait, in percent."""
+    activations: float | None = None
+    """Activations of the first stage at its peak in GiB; with ``baseline``, in percent of that scenario's."""
+    baseline: Scenario | None = None
+    state_gib: float | None = None
+    """Weights, gradients and optimizer state of the first stage."""
     smaller: Scenario | None = None
     layers_between: int = 1
     memory_stage: int | None = None

@@ -6,6 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from op_graphs.model import ModelDescription, ModelError
+from op_graphs.presets import load_model, model_from_mapping
+
 from .row import RowSkippedError, count_at, mapping_at, text_at
 from .source_settings import SourceSettings
 
@@ -15,12 +18,19 @@ MACHINES: tuple[tuple[str, str | dict[str, Any]], ...] = (
     (r"(a800|a100/a800).*", {"base": "a100-sxm-80g", "network": {"domain": {"bandwidth_gb_per_s": 200}}}),
     (r"a100.*pcie", "a100-pcie-80g"),
     (r"(nvidia[ _])?a100([ _-](80 ?gb|sxm4?)?){0,2}(\(ampere\))?", "a100-sxm-80g"),
+    # The cards of torchtitan's benchmarks: 96 GB of HBM2e at 2.4 TB/s, limited to 500 W (its benchmarks/*.md).
+    (
+        r"h100-96gb-hbm2e-500w",
+        {"base": "h100-sxm", "memory": {"capacity_gib": 95.0, "bandwidth_gb_per_s": 2400}},
+    ),
     (r"h100.*(hbm2e|96gb|pcie|nvl)", ""),
-    (r"(dgx-)?h100([ _-](80 ?gb|sxm5?)?){0,2}", "h100-sxm"),
-    (r"h200([ _-]sxm)?", "h200-sxm"),
+    (r"(dgx-)?h100([ _-](80 ?gb|sxm5?)?){0,2}( \(cw\))?", "h100-sxm"),
+    (r"h200([ _-](141gb|sxm)){0,2}", "h200-sxm"),
     (r"h800([ _-](80gb|sxm)?){0,2}", "h800-sxm"),
     (r"(dgx-)?b200", "b200-sxm"),
     (r"(dgx-)?gb200", "gb200-nvl72"),
+    (r"(dgx-)?b300", "b300-sxm"),
+    (r"(dgx-)?gb300", "gb300-nvl72"),
     (r"mi300x?", "mi300x"),
 )
 """Machine by pattern of a row's ``gpu``, first match of the whole text; empty where no profile fits."""
@@ -45,6 +55,18 @@ PRESETS = {
     "qwen314b": "qwen3-14b",
     "qwen332b": "qwen3-32b",
     "qwen38b": "qwen3-8b",
+    "qwen330ba3b": "qwen3-30b-a3b",
+    "qwen3235ba22b": "qwen3-235b-a22b",
+    "qwen3235b": "qwen3-235b-a22b",
+    "deepseekv3": "deepseek-v3",
+    "deepseekv3671b": "deepseek-v3",
+    "kimik2": "kimi-k2",
+    "gptoss120b": "gpt-oss-120b",
+    "moonlight16b": "moonlight-16b-a3b",
+    "llama370bsft": "llama3-70b",
+    "mixtral8x22b": "mixtral-8x22b",
+    "llama7b": "llama2-7b",
+    "llama13b": "llama2-13b",
 }
 """Preset by a row's model name, letters and digits only."""
 
@@ -85,6 +107,19 @@ _INTERNLM_7B: dict[str, Any] = {
     "attention_output_bias": True,
 }
 """config.json of internlm/internlm-7b."""
+_NEMOTRON: dict[str, dict[str, Any]] = {
+    # nemo/collections/llm/gpt/model/nemotron.py; Nemotron-4 15B is arXiv:2402.16819, 340B arXiv:2406.11704.
+    "8b": {"layers": 32, "hidden_size": 4096, "ffn_size": 16384, "heads": 32},
+    "15b": {"layers": 32, "hidden_size": 6144, "ffn_size": 24576, "heads": 48, "kv_heads": 8},
+    "22b": {"layers": 40, "hidden_size": 6144, "ffn_size": 24576, "heads": 48},
+    "340b": {"layers": 96, "hidden_size": 18432, "ffn_size": 73728, "heads": 96, "kv_heads": 8},
+}
+_GPT_SIZES: dict[str, dict[str, int]] = {
+    # NeMo-Framework-Launcher conf/training/gpt3/5b.yaml; arXiv:2104.04473, section 5.2 (174.6B) and Table 1 (529.6B).
+    "gpt35b": {"layers": 24, "hidden_size": 4096, "heads": 32},
+    "gpt1746b": {"layers": 96, "hidden_size": 12288, "heads": 96},
+    "gpt5296b": {"layers": 105, "hidden_size": 20480, "heads": 128},
+}
 
 
 def machine_of(row: Mapping[str, Any]) -> str | dict[str, Any]:
@@ -102,16 +137,21 @@ def model_of(row: Mapping[str, Any], settings: SourceSettings) -> str | dict[str
     """Model of a scenario; raise RowSkippedError where neither the row nor a preset gives its dimensions."""
     model = mapping_at(row, "model")
     name = text_at(model, "name")
-    known = re.sub(r"[^a-z0-9]", "", name.lower())
+    known = re.sub(r"[^a-z0-9]", "", re.sub(r"\(.*\)", "", name).lower())
     stated = _stated_dimensions(model, text_at(row, "notes"))
     if known in PRESETS:
         return {"base": PRESETS[known], "name": PRESETS[known], **stated} if stated else PRESETS[known]
+    if known.startswith("nemotron") and known[8:] in _NEMOTRON:
+        return _nemotron(known[8:])
     if known == "internlm7b":
         return {"name": "internlm-7b", **_INTERNLM_7B}
     if known.startswith("mpt") and known[3:] in _MPT:
         return _mpt(known[3:])
-    if not re.match(r"(gpt|mt-?nlg|megatron)\b", name.lower()):
+    if known not in _GPT_SIZES and not re.match(r"(gpt|mt-?nlg|megatron)\b", name.lower()):
         raise RowSkippedError(f"no preset and no rule for the architecture of {name or 'an unnamed model'!r}")
+    stated = {**_GPT_SIZES.get(known, {}), **stated}
+    if settings.shape_from_size:
+        stated = _completed(stated, name, stated.get("vocab_size") or settings.vocab_size or 0)
     missing = [key for key in ("layers", "hidden_size", "heads") if key not in stated]
     if missing:
         raise RowSkippedError(f"the row does not say {', '.join(missing)} of {name}")
@@ -120,6 +160,53 @@ def model_of(row: Mapping[str, Any], settings: SourceSettings) -> str | dict[str
         raise RowSkippedError(f"the row does not say the vocabulary of {name}")
     ffn = stated.get("ffn_size", 4 * stated["hidden_size"])
     return {"name": name, **_GPT, **stated, "ffn_size": ffn, "vocab_size": vocab}
+
+
+def read_model_of(reference: str | Mapping[str, Any]) -> ModelDescription:
+    """The model that a scenario's ``model`` names; raise RowSkippedError where it is none."""
+    try:
+        return load_model(reference) if isinstance(reference, str) else model_from_mapping(reference, "model")
+    except ModelError as error:
+        raise RowSkippedError(" ".join(str(error).split())) from None
+
+
+def _completed(stated: dict[str, int], name: str, vocab: int) -> dict[str, int]:
+    """Dimensions with layers from the size in the name (``GPT 181B``) and heads of about 128 elements.
+
+    A table whose heading gives one shape holds rows of other depths, which their sizes tell: a layer has 12 times the
+    square of the width. Heads, where not said, are the multiple of 8 dividing the width that is nearest to 128 elements
+    a head.
+    """
+    hidden, size = stated.get("hidden_size"), re.search(r"(\d+(?:\.\d+)?)B", name)
+    if hidden is None or size is None:
+        return stated
+    layers = round((float(size.group(1)) * 1e9 - vocab * hidden) / (12 * hidden**2))
+    heads = min(
+        (count for count in range(8, hidden // 32, 8) if hidden % count == 0),
+        key=lambda count: abs(count - hidden / 128),
+    )
+    found = {"heads": heads, **stated, "layers": layers}
+    return (
+        stated | found
+        if abs(layers - stated.get("layers", layers)) > 1 or "layers" not in stated
+        else {
+            "heads": heads,
+            **stated,
+        }
+    )
+
+
+def _nemotron(size: str) -> dict[str, Any]:
+    shape = _NEMOTRON[size]
+    return {
+        "name": f"nemotron-{size}",
+        "vocab_size": 256_000,
+        "activation": "squared_relu",
+        "norm": "layernorm",
+        "positions": "rotary",
+        "tied_embeddings": False,
+        **shape,
+    }
 
 
 def _mpt(size: str) -> dict[str, Any]:

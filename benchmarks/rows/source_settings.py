@@ -43,6 +43,14 @@ class SourceSettings:
     schedule: str | None = None
     sp: bool = False
     overlap: Mapping[str, bool] = field(default_factory=dict)
+    cross_entropy_fusion: bool | str = False
+    transformer_engine: bool = True
+    shape_from_size: bool = False
+    """Whether layers and heads that a row leaves out follow from its size and width."""
+    uneven_stages: bool = False
+    """Whether layers that do not divide over the stages are spread as evenly as they can be."""
+    recipes: str = ""
+    """Whose recipes (``recipes.py``) say what the rows do not; empty for none."""
     embedding_counts_as_layer: bool = False
     """First and last stage hold one layer less than the others."""
     tflops: TflopsConvention | None = None
@@ -61,7 +69,7 @@ class SourceSettings:
 _NO_OVERLAP = {"grad_reduce": False, "param_gather": False, "p2p": False}
 _MEGATRON_2021 = TflopsConvention("megatron", causal=False, counts_recompute=True)
 
-_NEMO = ("nemo-24.07", "nemo-24.12", "nemo-25.02-25.04", "nemo-longseq", "megatron-bridge")
+_NEMO = ("nemo-24.07", "nemo-24.12", "nemo-25.02-25.04", "nemo-longseq")
 
 SETTINGS: dict[str, SourceSettings] = {
     # arXiv:2205.05198: Megatron-LM of 2022, mixed fp16, attention not fused; section 6.3 says gradients are reduced
@@ -72,6 +80,16 @@ SETTINGS: dict[str, SourceSettings] = {
         zero=0,
         attention="unfused",
         overlap=_NO_OVERLAP,
+    ),
+    # The same paper's memory, as digitised by calculon's authors.
+    "calculon-validation": SourceSettings(
+        dtype="fp16",
+        grad_reduce_dtype="fp16",
+        zero=0,
+        attention="unfused",
+        schedule="1f1b",
+        overlap=_NO_OVERLAP,
+        transformer_engine=False,
     ),
     # arXiv:2104.04473: as above; the TFLOP/s of Table 1 count the recomputed forward (equation 3).
     "megatron-sc21": SourceSettings(
@@ -107,7 +125,12 @@ SETTINGS: dict[str, SourceSettings] = {
         schedule="1f1b",
         overlap=_NO_OVERLAP,
         tflops=_MEGATRON_2021,
-        notes=("fp16, full recompute, ZeRO-1 and 250k words are the source's, not the row's",),
+        shape_from_size=True,
+        uneven_stages=True,
+        notes=(
+            "fp16, full recompute, ZeRO-1 and 250k words are the source's, not the row's",
+            "layers that a row does not say follow from its size, heads are then of about 128 elements",
+        ),
     ),
     # Megatron-LM README of Core 0.8: model FLOPs without recompute, attention in full, overlaps on.
     "megatron-readme-h100": SourceSettings(
@@ -122,7 +145,7 @@ SETTINGS: dict[str, SourceSettings] = {
     # (training/benchmarks/llama3_8B/megatron/pretrain_llama3.sh) sets the distributed optimizer, sequence parallelism
     # and flash attention, and no overlap.
     "flagperf": SourceSettings(
-        frameworks=("Megatron-core",),
+        frameworks=("Megatron-core", "FlagScale"),
         fp8_scaling="delayed",
         zero=1,
         attention="flash",
@@ -151,23 +174,68 @@ SETTINGS: dict[str, SourceSettings] = {
         attention="flash",
         overlap=_NO_OVERLAP,
         embedding_counts_as_layer=True,
+        uneven_stages=True,
         notes=("fp16, flash attention and 32,000 words are the source's, not the row's",),
     ),
-    # NeMo and Megatron-Bridge: distributed optimizer, sequence parallelism with tp, Transformer Engine attention. What
-    # is recomputed is in their recipes, not on the pages the rows come from.
-    # Scaling by the magnitude of the tensor itself came to Transformer Engine with version 2.2 in spring 2025; NeMo's
-    # fp8 recipe (bf16_with_fp8_mixed) scales by earlier steps, Megatron-Bridge's tables say FP8-CS.
+    # NeMo: distributed optimizer, sequence parallelism with tp, Transformer Engine attention. Scaling by the magnitude
+    # of the tensor itself came to Transformer Engine with version 2.2 in spring 2025; NeMo's fp8 recipe
+    # (bf16_with_fp8_mixed) scales by earlier steps, Megatron-Bridge's tables say FP8-CS.
     **{
         name: SourceSettings(
             zero=1,
             attention="flash",
             sp=True,
-            fp8_scaling="current" if name == "megatron-bridge" else "delayed",
+            fp8_scaling="delayed",
+            recompute="none",
+            vocab_size=51200,
+            notes=("nothing is recomputed, as in the launcher's configurations; the pages do not say",),
         )
         for name in _NEMO
     },
-    "megatron-golden": SourceSettings(
-        refused="functional tests of small models, launch bound; their argument lists are not read yet"
+    # Megatron-Bridge's recipes (src/megatron/bridge/recipes, scripts/performance/utils): distributed optimizer with
+    # gradients reduced in bf16, overlapped with compute; Transformer Engine's loss; embedding and loss in place of a
+    # layer each where layers do not divide.
+    "megatron-bridge": SourceSettings(
+        zero=1,
+        attention="flash",
+        sp=True,
+        fp8_scaling="current",
+        grad_reduce_dtype="bf16",
+        cross_entropy_fusion=True,
+        recipes="megatron-bridge",
+        uneven_stages=True,
+        overlap={"tp": True},
+        notes=("recompute, dispatcher and overlaps are those of the recipe for model, GPU and precision",),
+    ),
+    # The same recipes; every row says what it recomputes. Skills of the same repository: AdamW in fp32, fp32 gradients.
+    "megatron-bridge-ablations": SourceSettings(
+        zero=1, attention="flash", sp=True, recompute="none", cross_entropy_fusion=True, dtype="bf16"
+    ),
+    # torchtitan: FSDP2 with fp32 sharded parameters, PyTorch's flash attention (FlashAttention 2), no dropout.
+    "torchtitan-perf-2024": SourceSettings(attention="flash-2", transformer_engine=False),
+    "torchtitan-bench": SourceSettings(
+        attention="flash-2",
+        transformer_engine=False,
+        seq_len=8192,
+        dtype="bf16",
+        zero=3,
+        uneven_stages=True,
+        notes=(
+            "sequences of 8,192 tokens where a row does not say: torchtitan's configurations for these models",
+        ),
+    ),
+    # fms-fsdp: PyTorch's flash attention, FSDP.
+    "fms-fsdp": SourceSettings(attention="flash-2", transformer_engine=False),
+    "nemo-automodel": SourceSettings(attention="flash"),
+    # Megatron-MoE-ModelZoo: Megatron-Core with Transformer Engine, distributed optimizer; tables say the rest.
+    "moe-modelzoo": SourceSettings(
+        zero=1,
+        attention="flash",
+        sp=True,
+        cross_entropy_fusion=True,
+        uneven_stages=True,
+        recompute="none",
+        tflops=TflopsConvention("megatron", causal=False, counts_recompute=False),
     ),
     # PyTorch FSDP; ZeRO-3 or ZeRO-2 comes from the row. Transformer Engine of 2023 has delayed scaling only. The A100
     # tables are of the first release (May 2023), whose kernel was Triton's of the first FlashAttention; the H100 tables
@@ -175,6 +243,7 @@ SETTINGS: dict[str, SourceSettings] = {
     "llm-foundry-mpt": SourceSettings(
         vocab_size=50368,
         attention_by_gpu={"a100": "flash-1", "h100": "flash-2"},
+        transformer_engine=False,
         schedule="1f1b",
         fp8_scaling="delayed",
     ),

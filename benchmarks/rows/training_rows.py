@@ -14,7 +14,9 @@ from typing import Any
 
 from tracesim.scenario import Scenario
 
+from .layouts import ends_count_as_layers, evenly, layout_text
 from .measured_time import iteration_ms
+from .recipes import bridge_recipe
 from .row import (
     MeasuredRow,
     RowSkippedError,
@@ -25,15 +27,34 @@ from .row import (
     scenario_of,
     text_at,
 )
-from .row_models import machine_of, model_of
+from .row_models import machine_of, model_of, read_model_of
 from .source_settings import SETTINGS, UNKNOWN_SOURCE, SourceSettings
 
-_DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp", "vpp", "vp", "sp", "zero", "fsdp", "zero1_group", "edp")
+_DEGREES = (
+    "tp",
+    "pp",
+    "dp",
+    "cp",
+    "ep",
+    "etp",
+    "vpp",
+    "vp",
+    "sp",
+    "zero",
+    "fsdp",
+    "zero1_group",
+    "edp",
+    "nodes",
+)
 _SCHEDULES = {
     "1f1b": "1f1b",
     "gpipe": "gpipe",
     "1f1b-i": "interleaved-1f1b",
     "interleaved1f1b": "interleaved-1f1b",
+    "interleaved 1f1b": "interleaved-1f1b",
+    # The automatic schedules of Zero Bubble hold the activations of p and of 2 p microbatches.
+    "zb-1p": "greedy:memory={pp}",
+    "zb-2p": "greedy:memory={twice}",
     "zb-h1": "zb-h1",
     "zb-h2": "zb-h2",
     "zb-v": "zb-v",
@@ -56,11 +77,17 @@ def express(row: Mapping[str, Any], label: str, source: str) -> MeasuredRow:
     settings = SETTINGS.get(source, UNKNOWN_SOURCE)
     scenario = scenario_for(row, label, source)
     time_ms = iteration_ms(metrics, scenario, settings)
+    bubble = number_at(metrics, "bubble_rate_calculated") if time_ms is None else None
     allocated = number_at(metrics, "peak_alloc_gib") or _gib(number_at(metrics, "peak_alloc_gb"))
     reserved = number_at(metrics, "peak_reserved_gib") or _gib(number_at(metrics, "peak_reserved_gb"))
-    if time_ms is None and allocated is None and reserved is None:
+    if source.startswith("torchtitan") or "torchtitan" in text_at(row, "framework"):
+        # torchtitan prints the largest reserved memory of its ranks (components/metrics.py).
+        reserved = reserved or number_at(metrics, "peak_mem_gib")
+    if time_ms is None and allocated is None and reserved is None and bubble is None:
         raise RowSkippedError(f"none of its figures is compared: {', '.join(metrics) or 'it has none'}")
-    return MeasuredRow(label, scenario, time_ms, allocated, reserved, notes=settings.notes)
+    return MeasuredRow(
+        label, scenario, time_ms, allocated, reserved, bubble and 100 * bubble, notes=settings.notes
+    )
 
 
 def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
@@ -73,43 +100,136 @@ def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
         raise RowSkippedError(
             f"runs of {framework or 'an unnamed framework'} differ from a plain Megatron-LM run"
         )
-    if row.get("offload") not in (None, "none", "activation CPU offload False"):
+    if row.get("offload") not in (None, "none", "activation CPU offload False", "optimizer off"):
         raise RowSkippedError(f"offload {row['offload']!r} is not expressed")
     if "packed" in text_at(row, "notes"):
         raise RowSkippedError("the lengths of its packed sequences are not stated")
+    if "LoRA" in text_at(row, "table"):
+        raise RowSkippedError("low-rank adapters (LoRA) are not expressed: most weights are frozen")
     model = model_of(row, settings)
     parallel = _parallel(row, settings)
+    training = _training(row, parallel, settings)
     mapping = {
         "name": re.sub(r"[/\\]", ":", label),
         "model": model,
         "hardware": machine_of(row),
         "parallel": parallel,
-        "training": _training(row, parallel, settings),
+        "training": training,
         "schedule": _schedule(row, parallel, settings),
         "overlap": _overlap(row, settings),
+        "libraries": {"transformer_engine": settings.transformer_engine},
     }
-    if settings.embedding_counts_as_layer:
-        _shorten_ends(mapping)
+    if settings.recipes:
+        _apply_recipe(mapping, row)
+    _place_layers(mapping, row, settings)
     return scenario_of(mapping)
 
 
+def _apply_recipe(mapping: dict[str, Any], row: Mapping[str, Any]) -> None:
+    """What Megatron-Bridge's recipe for model, GPU and precision sets."""
+    model = mapping["model"]
+    name = model if isinstance(model, str) else str(model.get("base", model.get("name")))
+    if "w/o MTP" in str(mapping_at(row, "model").get("name")):
+        mapping["model"] = {"base": name, "name": name, "mtp_layers": 0}
+    gpu = text_at(row, "gpu").lower().removeprefix("dgx-")
+    parallel, training = mapping["parallel"], mapping["training"]
+    if name == "deepseek-v3" and gpu == "h100" and training["dtype"] == "fp8-tensorwise":
+        # Its recipe is FP8_SC, scaled by blocks.
+        training.pop("fp8_scaling", None)
+        training["dtype"] = "fp8-blockwise"
+    recipe = bridge_recipe(name, gpu, training["dtype"], training["micro_batch_size"], parallel)
+    training["recompute"] = recipe.recompute_setting
+    if "tokendrop" in str(mapping_at(row, "model").get("name")):
+        base = mapping["model"]
+        mapping["model"] = {"base": base, "name": base, "moe": {"capacity_factor": 1.0}}
+    if parallel["ep"] > 1:
+        parallel["ep_dispatcher"] = recipe.dispatcher
+        if recipe.overlaps_experts:
+            mapping["overlap"] = {**mapping["overlap"], "ep": True}
+            if parallel["pp"] > 1:
+                mapping["schedule"] = "1f1b-overlap"
+
+
+def _place_layers(mapping: dict[str, Any], row: Mapping[str, Any], settings: SourceSettings) -> None:
+    """A pipeline layout where the layers do not divide over the stages, or the ends hold fewer."""
+    parallel = mapping["parallel"]
+    stages = parallel["pp"] * parallel["vpp"]
+    if stages == 1 or not (settings.uneven_stages or settings.embedding_counts_as_layer):
+        return
+    model = read_model_of(mapping["model"])
+    heads = model.mtp_layers
+    if model.layers % stages == 0 and not heads and not settings.embedding_counts_as_layer:
+        return
+    ends = None if heads else ends_count_as_layers(model.layers, stages)
+    if ends is None and settings.embedding_counts_as_layer:
+        raise RowSkippedError(f"{model.layers} layers and the two ends do not divide over {stages} stages")
+    if ends is None:
+        ends = _with_prediction_heads(model.layers, stages) if heads else evenly(model.layers, stages)
+    parallel["layout"] = layout_text(ends, heads)
+
+
+def _with_prediction_heads(layers: int, stages: int) -> list[int]:
+    """Layers of the stages in Megatron-Bridge's layouts of DeepSeek-V3: the last stage makes room for the heads."""
+    each = -(-(layers + 2) // stages)
+    held = [each] * (stages - 1)
+    return [*held, layers - sum(held)] if layers > sum(held) else evenly(layers, stages)
+
+
 def _parallel(row: Mapping[str, Any], settings: SourceSettings) -> dict[str, Any]:
-    stated = {key: value for key, value in mapping_at(row, "parallel").items() if value not in _NOT_GIVEN}
+    stated = {
+        key: _first_figure(value)
+        for key, value in mapping_at(row, "parallel").items()
+        if value not in _NOT_GIVEN
+    }
+    stated = _named_scheme(stated)
+    if stated.get("dp_replicate", 1) == 1 and "dp_shard" in stated:
+        stated.pop("dp_replicate", None)
+        stated["fsdp"] = stated.pop("dp_shard")
     refuse_unknown(stated, _DEGREES, "the parallel plan")
     degrees = {key: count_at(stated, key, default=1) for key in ("tp", "pp", "cp", "ep", "etp")}
-    gpus = count_at(row, "num_gpus")
+    gpus = _gpus(row, stated)
     block = degrees["tp"] * degrees["pp"] * degrees["cp"]
     dp = count_at(stated, "dp", default=max(gpus // block, 1))
     if block * dp != gpus:
         raise RowSkippedError(f"tp * pp * cp * dp = {block * dp} is not its number of GPUs, {gpus}")
-    plan = {**degrees, "dp": dp, "vpp": _chunks(stated), "sp": bool(stated.get("sp", settings.sp))}
-    return {**plan, **_sharding(stated, dp, settings)}
+    plan = {**degrees, "dp": dp, "vpp": _chunks(stated, row), "sp": bool(stated.get("sp", settings.sp))}
+    return {**plan, **_sharding(stated, dp * degrees["cp"], settings)}
 
 
-def _chunks(stated: Mapping[str, Any]) -> int:
+def _gpus(row: Mapping[str, Any], stated: Mapping[str, Any]) -> int:
+    """Number of GPUs; of Grace-Blackwell nodes with four each, of others with eight, where only nodes are given."""
+    nodes = stated.get("nodes")
+    if row.get("num_gpus") is None and isinstance(nodes, int):
+        return nodes * (4 if text_at(row, "gpu").lower().startswith("gb") else 8)
+    return count_at(row, "num_gpus")
+
+
+def _named_scheme(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Degrees of the two schemes of Table 2 of arXiv:2104.04473, which gives the product: tp is 8 (section 5.2)."""
+    rest = {key: value for key, value in stated.items() if key not in ("scheme", "model_parallel_size")}
+    size = stated.get("model_parallel_size")
+    if stated.get("scheme") == "ZeRO-3" and size == 1:
+        return {**rest, "zero": 3}
+    if stated.get("scheme") == "PTD" and isinstance(size, int) and size % 8 == 0:
+        return {**rest, "tp": 8, "pp": size // 8}
+    return dict(stated)
+
+
+def _first_figure(value: object) -> object:
+    """The figure outside of parentheses: ``2 (4)`` gives a second one for another precision."""
+    found = re.fullmatch(r"(\d+) \(\d+\)", value) if isinstance(value, str) else None
+    return int(found.group(1)) if found else value
+
+
+def _chunks(stated: Mapping[str, Any], row: Mapping[str, Any]) -> int:
     value = stated.get("vpp", stated.get("vp"))
     if value is None:
-        return 1
+        # torchtitan gives a rank two stages where the schedule needs several and nobody says how many.
+        return 2 if text_at(row, "schedule").lower().startswith("interleaved") else 1
+    if value == "layers per stage":
+        # Every layer a chunk of its own; embedding and loss take the place of one each.
+        layers = count_at(mapping_at(row, "model"), "layers") + 2
+        return max(1, layers // count_at(stated, "pp", default=1))
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise RowSkippedError(f"the number of model chunks is given as {value!r}")
     return value
@@ -127,7 +247,11 @@ def _sharding(stated: Mapping[str, Any], dp: int, settings: SourceSettings) -> d
         raise RowSkippedError(f"sharding fsdp = {fsdp!r} is not expressed")
     group = stated.get("zero1_group", -1)
     if group not in (-1, dp):
-        raise RowSkippedError(f"ZeRO-1 over groups of {group!r} of {dp} data-parallel ranks is not expressed")
+        if not isinstance(group, int) or group < 1 or dp % group:
+            raise RowSkippedError(
+                f"ZeRO-1 over groups of {group!r} of {dp} data-parallel ranks does not divide"
+            )
+        return {"zero": 1, "hsdp_shard": group}
     zero = stated.get("zero", settings.zero if settings.zero is not None else (0 if dp == 1 else None))
     if zero is None:
         raise RowSkippedError("the row does not say how the optimizer is sharded")
@@ -144,17 +268,38 @@ def _training(
         raise RowSkippedError("neither the row nor its source says which attention kernel ran")
     training: dict[str, Any] = {
         "seq_len": seq_len,
-        "micro_batch_size": count_at(row, "mbs"),
-        **_precision(text_at(row, "precision"), settings),
+        "micro_batch_size": count_at(row, "mbs", "local_batch"),
+        **_precision(_precision_text(row), settings),
         "grad_reduce_dtype": settings.grad_reduce_dtype,
         "recompute": _recompute(row, settings),
         "attention": attention,
+        "cross_entropy_fusion": settings.cross_entropy_fusion,
     }
-    if row.get("gbs") is not None:
+    stated = re.search(r"\bGBS=(\d+)", text_at(row, "notes"))
+    if row.get("gbs") is None and row.get("num_microbatches") is None and stated is not None:
+        training["global_batch_size"] = int(stated.group(1))
+    elif row.get("gbs") is not None and row.get("local_batch") is None:
         training["global_batch_size"] = count_at(row, "gbs")
     else:
-        training["num_microbatches"] = count_at(row, "num_microbatches")
+        training["num_microbatches"] = count_at(
+            row, "num_microbatches", default=1 if row.get("local_batch") is not None else None
+        )
+    if row.get("local_batch") is not None:
+        _cut_into_microbatches(training, parallel)
     return training
+
+
+def _precision_text(row: Mapping[str, Any]) -> str:
+    """The precision, or what the technique says of it."""
+    technique = text_at(row, "technique").lower()
+    return text_at(row, "precision") or ("float8" if "float8" in technique else "")
+
+
+def _cut_into_microbatches(training: dict[str, Any], parallel: Mapping[str, Any]) -> None:
+    """Cut the local batch of torchtitan into microbatches of one sequence where there is a pipeline."""
+    if parallel["pp"] > 1:
+        training["num_microbatches"] = training["micro_batch_size"]
+        training["micro_batch_size"] = 1
 
 
 def _precision(precision: str, settings: SourceSettings) -> dict[str, str]:
@@ -173,6 +318,7 @@ def _precision(precision: str, settings: SourceSettings) -> dict[str, str]:
 
 def _fp8(text: str, settings: SourceSettings) -> dict[str, str]:
     """The recipe an fp8 row names; without a name it is tensorwise, scaled as its source does."""
+    text = text.partition(" (")[0] if text.startswith(("fp8-cs (", "fp8 (")) else text
     if re.search(r"float8 rowwise", text):
         raise RowSkippedError("fp8 with a scale for each row is not expressed")
     stated = {recipe for recipe, pattern in _FP8_RECIPES.items() if re.search(pattern, text)}
@@ -183,17 +329,47 @@ def _fp8(text: str, settings: SourceSettings) -> dict[str, str]:
     return {"dtype": "fp8-tensorwise", "fp8_scaling": stated.pop() if stated else settings.fp8_scaling}
 
 
+_MODULES = {
+    "core_attn": "core_attn",
+    "layernorm": "layernorm",
+    "norm": "layernorm",
+    "mlp": "mlp",
+    "moe": "moe",
+    "act": "moe_act",
+    "moe_act": "moe_act",
+    "mla_up_proj": "mla_up_proj",
+    "shared_expert": "shared_experts",
+    "shared_experts": "shared_experts",
+}
+"""Modules that are recomputed, by the words of tables."""
+_TORCHTITAN: dict[str, dict[str, Any]] = {
+    "selective layer ac": {"every": 2},
+    "selective op ac": {"keep": "products"},
+    "per-op sac": {"keep": "products"},
+}
+"""torchtitan's kinds of activation checkpointing; its configurations recompute every second layer."""
+
+
 def _recompute(row: Mapping[str, Any], settings: SourceSettings) -> str | dict[str, Any]:
     text = text_at(row, "recompute").lower()
-    if "selective" in text:
+    if text in _TORCHTITAN:
+        return _TORCHTITAN[text]
+    if "selective" in text or text.partition(",")[0] in _MODULES:
         if re.fullmatch(r"(recompute-activations \()?selective\)?( \(attention core\)| core_attn)?", text):
             return {"modules": ["core_attn"]}
-        raise RowSkippedError(f"recompute {row['recompute']!r} is not expressed")
+        words = re.split(r"[,+\s]+", text.removeprefix("selective").replace("[]", "").strip(" []"))
+        words = [word for word in words if word]
+        unknown = [word for word in words if word not in _MODULES]
+        if unknown:
+            raise RowSkippedError(f"recompute {row['recompute']!r} is not expressed")
+        return {"modules": [_MODULES[word] for word in words]} if words else "none"
     if text.startswith("full") or text in ("yes", "on", "activation checkpointing true"):
         return "full"
     if text.startswith(("none", "no ac")) or text in ("no", "off", "activation checkpointing false"):
         return "none"
-    if text or settings.recompute is None:
+    if (text and text != "not stated") or settings.recompute is None:
+        if settings.recipes and not text:
+            return "none"
         raise RowSkippedError(f"recompute is given as {text or 'nothing'!r}")
     return settings.recompute
 
@@ -206,25 +382,17 @@ def _schedule(row: Mapping[str, Any], parallel: Mapping[str, Any], settings: Sou
         return "1f1b"
     if stated.lower() not in _SCHEDULES:
         raise RowSkippedError(f"schedule {stated} is not expressed")
-    return _SCHEDULES[stated.lower()]
+    pp = parallel["pp"]
+    return _SCHEDULES[stated.lower()].format(pp=pp, twice=2 * pp)
 
 
 def _overlap(row: Mapping[str, Any], settings: SourceSettings) -> dict[str, bool]:
     overlap = dict(settings.overlap)
     if "no overlap of gradient" in text_at(row, "notes"):
         overlap["grad_reduce"] = False
+    if "async" in text_at(row, "technique").lower():
+        overlap["tp"] = True
     return overlap
-
-
-def _shorten_ends(mapping: dict[str, Any]) -> None:
-    """Give the first and the last stage one layer less, as embedding and head count as a layer each."""
-    parallel, layers = mapping["parallel"], mapping["model"]["layers"]
-    pp = parallel["pp"]
-    if pp == 1:
-        return
-    if (layers + 2) % pp or (layers + 2) // pp < 2:
-        raise RowSkippedError(f"{layers} layers and the two ends do not divide over {pp} stages")
-    parallel["first_stage_layers"] = parallel["last_stage_layers"] = (layers + 2) // pp - 1
 
 
 def _gib(gigabytes: float | None) -> float | None:

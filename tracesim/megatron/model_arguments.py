@@ -36,7 +36,7 @@ def model_mapping(arguments: Arguments, vocab_size: int | None, *, is_bert: bool
         "head_size": arguments.count("kv-channels", max(1, hidden // heads)),
         "vocab_size": _vocabulary(arguments, vocab_size, is_bert=is_bert),
         "vocab_padding_multiple": arguments.count("make-vocab-size-divisible-by", 128),
-        "activation": _activation(arguments, gated=gated),
+        "activation": _activation(arguments, gated=gated, is_bert=is_bert),
         "norm": arguments.choice("normalization", "LayerNorm", _NORMS),
         "positions": _positions(arguments),
         "qkv_bias": biased or arguments.flag("add-qkv-bias"),
@@ -61,11 +61,13 @@ def model_mapping(arguments: Arguments, vocab_size: int | None, *, is_bert: bool
     return model
 
 
-def _activation(arguments: Arguments, *, gated: bool) -> str:
+def _activation(arguments: Arguments, *, gated: bool, is_bert: bool) -> str:
     squared = arguments.flag("squared-relu")
     if gated and squared:
         arguments.refuse("squared-relu", "does not go with --swiglu")
     arguments.flag("no-bias-gelu-fusion")
+    if is_bert:
+        arguments.flag("bert-no-binary-head")
     arguments.flag("no-bias-swiglu-fusion")
     return "swiglu" if gated else "squared_relu" if squared else "gelu"
 
