@@ -1,14 +1,17 @@
 """Scoreboard: simulate measured runs and print predicted against measured, row by row and source by source.
 
-``python -m benchmarks.accuracy PATH... [--json]``. A PATH is a file ``{"source": {...}, "rows": [...]}`` or a folder
-of such files. Every row is either simulated or listed with the reason why not; none is left out silently.
+``python -m benchmarks.accuracy PATH... [--json] [--jobs N]``. A PATH is a file ``{"source": {...}, "rows": [...]}`` or
+a folder of such files. Every row is either simulated or counted with the reason why not; none is left out silently.
+Rows whose memory contradicts that of another row with the same settings are shown, but count in no score.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +24,16 @@ from rich.table import Table
 from benchmarks.rows import MeasuredRow, RowFile, RowSkippedError, RunReport, express
 from benchmarks.rows.dispatch import row_label, source_name
 from benchmarks.scores import Score, error_pct, score
+from benchmarks.step_figures import Figures, Wanted, figures_of, scenario_key
 from tracesim.scenario import Scenario
 
 Runner = Callable[[Scenario], RunReport]
 MAX_FILE_BYTES = 1 << 28
 FIGURES = ("time", "allocated", "reserved", "activations", "state", "bubble")
+_JOBS = 2
+_CONTRADICTION = 1.1
+"""Peaks of one run repeat to a percent or two; where rows that say the same differ by more than this, something that
+they do not say was different."""
 
 
 class InputError(ValueError):
@@ -42,6 +50,8 @@ class RowResult:
     hardware: str
     figures: Mapping[str, tuple[float, float]]
     notes: tuple[str, ...]
+    undetermined: str = ""
+    """Why the settings that the row states do not determine its memory; it counts in no score then."""
 
 
 @dataclass(frozen=True)
@@ -53,36 +63,86 @@ class SkippedRow:
     reason: str
 
 
-def run(scenario: Scenario) -> RunReport:
-    """The report of a simulated scenario."""
-    # The simulator takes its time to import, and reading rows does not need it.
-    from tracesim.simulation import simulate
+@dataclass(frozen=True)
+class _Expressed:
+    """A row of a source, and what it became."""
 
-    report: RunReport = simulate(scenario).report
-    return report
+    source: str
+    label: str
+    measured: MeasuredRow | None
+    reason: str = ""
 
 
 def evaluate(
-    files: Iterable[Path], runner: Runner | None = None, machine_folders: Sequence[Path] = ()
+    files: Iterable[Path],
+    runner: Runner | None = None,
+    machine_folders: Sequence[Path] = (),
+    jobs: int = 1,
 ) -> tuple[list[RowResult], list[SkippedRow]]:
-    """Simulate every row of the files that can be expressed, in the order of the files."""
-    runner = runner or run
+    """Simulate every row of the files that can be expressed, in the order of the files.
+
+    Scenarios are simulated by ``runner``, or on ``jobs`` processes; the results are the same with any number.
+    """
+    entries = [entry for path in files for entry in _expressed_rows(path, machine_folders)]
+    wanted = [item for entry in entries if entry.measured is not None for item in _wanted(entry.measured)]
+    figures = figures_of(wanted, jobs, runner)
+    contradictions = _contradictions([entry.measured for entry in entries if entry.measured is not None])
     results: list[RowResult] = []
     skipped: list[SkippedRow] = []
-    for path in files:
-        try:
-            rows, source = read_rows(path)
-        except InputError as error:
-            skipped.append(SkippedRow(path.stem, path.name, str(error)))
-            continue
-        file = RowFile(path, source, tuple(machine_folders))
-        for index, row in enumerate(rows):
-            name = source_name(row, file)
-            try:
-                results.append(_simulated(express(row, index, file), name, runner))
-            except RowSkippedError as error:
-                skipped.append(SkippedRow(name, row_label(row, index), str(error)))
+    for entry in entries:
+        reason = entry.reason
+        if entry.measured is not None:
+            reason = _refusal(entry.measured, figures)
+            if not reason:
+                results.append(_result(entry.measured, entry.source, figures, contradictions))
+        if reason:
+            skipped.append(SkippedRow(entry.source, entry.label, reason))
     return results, skipped
+
+
+def _refusal(row: MeasuredRow, figures: Figures) -> str:
+    """Why the simulator refuses a scenario of a row; empty if it takes all of them."""
+    reports = (figures[scenario_key(item.scenario)] for item in _wanted(row))
+    return next((report for report in reports if isinstance(report, str)), "")
+
+
+def _expressed_rows(path: Path, machine_folders: Sequence[Path]) -> list[_Expressed]:
+    try:
+        rows, source = read_rows(path)
+    except InputError as error:
+        return [_Expressed(path.stem, path.name, None, str(error))]
+    file = RowFile(path, source, tuple(machine_folders))
+    entries = []
+    for index, row in enumerate(rows):
+        name, label = source_name(row, file), row_label(row, index)
+        try:
+            entries.append(_Expressed(name, label, express(row, index, file)))
+        except RowSkippedError as error:
+            entries.append(_Expressed(name, label, None, str(error)))
+    return entries
+
+
+def _wanted(row: MeasuredRow) -> list[Wanted]:
+    """Scenarios a row needs simulated."""
+    by_layer = row.smaller is not None
+    wanted = [Wanted(row.scenario, row.reserved_gib is not None, by_layer)]
+    wanted += [
+        Wanted(other, optimizer=by_layer) for other in (row.smaller, row.baseline) if other is not None
+    ]
+    return wanted
+
+
+def _contradictions(rows: Iterable[MeasuredRow]) -> dict[str, str]:
+    """By scenario: that rows with its settings measured memory too different for one run."""
+    measured: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.allocated_gib is not None:
+            measured[scenario_key(row.scenario)].append(row.allocated_gib)
+    return {
+        key: f"the same settings measured {min(found):.2f} to {max(found):.2f} GiB: what differed is not stated"
+        for key, found in measured.items()
+        if max(found) > _CONTRADICTION * min(found)
+    }
 
 
 def read_rows(path: Path) -> tuple[list[Any], Mapping[str, Any]]:
@@ -121,7 +181,7 @@ def scores_by_source(results: Iterable[RowResult]) -> dict[str, dict[str, Score]
     pairs: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for result in results:
         of_source = pairs.setdefault(result.source, {figure: [] for figure in FIGURES})
-        for figure, pair in result.figures.items():
+        for figure, pair in () if result.undetermined else result.figures.items():
             of_source[figure].append(pair)
     return {source: {figure: score(found) for figure, found in by.items()} for source, by in pairs.items()}
 
@@ -135,11 +195,48 @@ def as_document(results: Sequence[RowResult], skipped: Sequence[SkippedRow]) -> 
         },
         "rows": [_row_document(result) for result in results],
         "skipped": [{"row": f"{row.source}: {row.row}", "reason": row.reason} for row in skipped],
+        "skip_reasons": skip_reasons(skipped),
     }
 
 
-def _simulated(row: MeasuredRow, source: str, runner: Runner) -> RowResult:
-    report = _report_of(row.scenario, runner)
+def skip_reasons(skipped: Iterable[SkippedRow]) -> dict[str, dict[str, int]]:
+    """For each source, in order of appearance, how many rows were left out for each reason, the commonest first."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in skipped:
+        counts[row.source][row.reason] += 1
+    return {source: dict(reasons.most_common()) for source, reasons in counts.items()}
+
+
+def _result(row: MeasuredRow, source: str, figures: Figures, contradictions: Mapping[str, str]) -> RowResult:
+    scenario = row.scenario
+    predicted = _predicted(row, figures)
+    measured = {
+        "time": row.time_ms,
+        "allocated": row.allocated_gib,
+        "reserved": row.reserved_gib,
+        "activations": row.activations,
+        "state": row.state_gib,
+        "bubble": row.bubble_pct,
+    }
+    pairs = {
+        name: (value, float(found))
+        for name, value in measured.items()
+        if value is not None and (found := predicted[name]) is not None
+    }
+    undetermined = contradictions.get(scenario_key(scenario), "") if row.allocated_gib is not None else ""
+    return RowResult(
+        source,
+        row.label,
+        scenario.parallel.world_size,
+        scenario.hardware.name,
+        pairs,
+        row.notes,
+        undetermined,
+    )
+
+
+def _predicted(row: MeasuredRow, figures: Figures) -> dict[str, float | None]:
+    report = _report_of(row.scenario, figures)
     measured_on = report if row.memory_stage is None else report["stages"][row.memory_stage]
     predicted = {
         "time": report["iteration_time_ms"],
@@ -154,35 +251,18 @@ def _simulated(row: MeasuredRow, source: str, runner: Runner) -> RowResult:
         predicted["state"] = held["weights"] + held["gradients"] + held["optimizer_states"]
         predicted["activations"] = held["activations"]
         if row.baseline is not None:
-            baseline = _report_of(row.baseline, runner)["stages"][0]["memory_at_peak_gib"]
+            baseline = _report_of(row.baseline, figures)["stages"][0]["memory_at_peak_gib"]
             predicted["activations"] *= 100 / baseline["activations"]
     if row.smaller is not None:
-        difference = _without_optimizer(report) - _without_optimizer(_report_of(row.smaller, runner))
+        difference = _without_optimizer(report) - _without_optimizer(_report_of(row.smaller, figures))
         predicted["time"] = difference / row.layers_between
-    measured = {
-        "time": row.time_ms,
-        "allocated": row.allocated_gib,
-        "reserved": row.reserved_gib,
-        "activations": row.activations,
-        "state": row.state_gib,
-        "bubble": row.bubble_pct,
-    }
-    figures = {
-        name: (value, float(predicted[name]))
-        for name, value in measured.items()
-        if value is not None and predicted[name] is not None
-    }
-    scenario = row.scenario
-    return RowResult(
-        source, row.label, scenario.parallel.world_size, scenario.hardware.name, figures, row.notes
-    )
+    return predicted
 
 
-def _report_of(scenario: Scenario, runner: Runner) -> RunReport:
-    try:
-        return runner(scenario)
-    except ValueError as error:
-        raise RowSkippedError(f"the simulator refuses it: {' '.join(str(error).split())}") from None
+def _report_of(scenario: Scenario, figures: Figures) -> RunReport:
+    found = figures[scenario_key(scenario)]
+    assert not isinstance(found, str), "rows the simulator refuses have been left out"
+    return found
 
 
 def _without_optimizer(report: RunReport) -> float:
@@ -203,11 +283,12 @@ def _row_document(result: RowResult) -> dict[str, Any]:
         "hardware": result.hardware,
         **figures,
         "notes": list(result.notes),
+        "undetermined": result.undetermined,
     }
 
 
 def print_tables(results: Sequence[RowResult], skipped: Sequence[SkippedRow], console: Console) -> None:
-    """Every row, then the scores by source, then the rows left out with their reasons."""
+    """Every row, then the scores by source, then how many rows were left out for which reason."""
     rows = Table("source", "row", "figure", title="Measured and predicted (time in ms, memory in GiB)")
     for heading in ("measured", "predicted", "error %"):
         rows.add_column(heading, justify="right")
@@ -220,10 +301,22 @@ def print_tables(results: Sequence[RowResult], skipped: Sequence[SkippedRow], co
     notes = sorted({f"{result.source}: {note}" for result in results for note in result.notes})
     for note in notes:
         console.print(f"Taken from the source as a whole - {note}", markup=False)
+    undetermined = Counter((row.source, row.undetermined) for row in results if row.undetermined)
+    if undetermined:
+        table = Table(
+            "source", "why its settings do not determine the memory", title="Shown, but in no score"
+        )
+        table.add_column("rows", justify="right")
+        for (source, why), count in undetermined.items():
+            table.add_row(source, why, str(count))
+        console.print(table)
     if skipped:
-        left_out = Table("source", "row", "reason", title=f"{len(skipped)} rows not expressed")
-        for row in skipped:
-            left_out.add_row(row.source, row.row, row.reason)
+        total = len(results) + len(skipped)
+        left_out = Table("source", "reason", title=f"{len(skipped)} of {total} rows not expressed")
+        left_out.add_column("rows", justify="right")
+        for source, reasons in skip_reasons(skipped).items():
+            for reason, count in reasons.items():
+                left_out.add_row(source, reason, str(count))
         console.print(left_out)
 
 
@@ -249,14 +342,21 @@ def _score_table(results: Sequence[RowResult]) -> Table:
     type=click.Path(path_type=Path),
     help="Folder with machine files that rows refer to; looked in first. By default ../simumax_system beside PATH.",
 )
-def main(paths: tuple[Path, ...], as_json: bool, machines: tuple[Path, ...]) -> None:
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=min(_JOBS, os.cpu_count() or 1),
+    show_default=True,
+    help="Processes that simulate; the results are the same with any number.",
+)
+def main(paths: tuple[Path, ...], as_json: bool, machines: tuple[Path, ...], jobs: int) -> None:
     """Compare simulated with measured runs. PATH is a file of measured rows or a folder of such files."""
     try:
         files = find_files(paths)
     except InputError as error:
         click.echo(f"benchmarks.accuracy: {error}", err=True)
         sys.exit(2)
-    results, skipped = evaluate(files, machine_folders=machines)
+    results, skipped = evaluate(files, machine_folders=machines, jobs=jobs)
     if as_json:
         click.echo(json.dumps(as_document(results, skipped), indent=1, allow_nan=False))
     else:

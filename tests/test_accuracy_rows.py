@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import json
 from pathlib import Path
@@ -18,64 +17,9 @@ from benchmarks.accuracy import as_document, evaluate, find_files, scores_by_sou
 from benchmarks.rows import RowFile, RowSkippedError, express
 from benchmarks.rows.source_settings import SETTINGS
 from benchmarks.scores import score, spearman
+from op_graphs.stage_layout import layers_per_stage
 from op_graphs.vocabulary import DType
-
-GPT_22B = {
-    "framework": "Megatron-LM",
-    "gbs": 4,
-    "gpu": "A100-80GB-SXM",
-    "mbs": 4,
-    "metrics": {"iter_time_s": 1.1},
-    "model": {
-        "ffn": 24576,
-        "heads": 64,
-        "hidden": 6144,
-        "layers": 48,
-        "name": "GPT 22B",
-        "seq": 2048,
-        "vocab": 51200,
-    },
-    "num_gpus": 8,
-    "parallel": {"dp": 1, "pp": 1, "sp": True, "tp": 8, "vpp": 1},
-    "precision": "mixed fp16",
-    "recompute": "selective (attention core)",
-    "source": "korthikanti2022",
-    "table": "Table 5",
-}
-
-
-def fake_report(scenario):
-    """A simulator whose step takes 1 ms a layer and microbatch and 5 ms for the optimizer."""
-    return {
-        "iteration_time_ms": scenario.model.layers * scenario.training.num_microbatches + 5.0,
-        "peak_allocated_gib": 10.0,
-        "peak_reserved_gib": 12.0,
-        "stages": [
-            {"optimizer_ms": 5.0, "peak_allocated_gib": 10.0 - stage, "peak_reserved_gib": 12.0}
-            for stage in range(scenario.parallel.pp)
-        ],
-    }
-
-
-def changed(row, **changes):
-    """The row with some fields replaced; a field of a mapping is written mapping__field."""
-    row = copy.deepcopy(row)
-    for path, value in changes.items():
-        *outer, key = path.split("__")
-        inner = row
-        for part in outer:
-            inner = inner[part]
-        inner[key] = value
-    return row
-
-
-def expressed(row, tmp_path):
-    return express(row, 0, RowFile(tmp_path / "rows.json", {}))
-
-
-def write_rows(path, rows):
-    path.write_text(json.dumps({"source": {"name": "test"}, "rows": rows}))
-    return path
+from tests.measured_rows import GPT_22B, changed, expressed, fake_report, simulate_by, write_rows
 
 
 def test_a_row_of_the_selective_recompute_paper(tmp_path):
@@ -147,13 +91,13 @@ def test_memory_is_compared_only_where_it_says_what_it_is(tmp_path):
         ({"num_gpus": None}, "the row does not say num_gpus"),
         ({"num_gpus": 12}, "tp \\* pp \\* cp \\* dp = 8 is not its number of GPUs, 12"),
         ({"recompute": None}, "recompute is given as 'nothing'"),
-        ({"recompute": "selective mla_up_proj"}, "recompute 'selective mla_up_proj' is not expressed"),
+        ({"recompute": "selective everything"}, "recompute 'selective everything' is not expressed"),
         ({"gpu": "V100"}, "no hardware profile fits the GPU 'V100'"),
         ({"gpu": None}, "no hardware profile fits the GPU ''"),
         ({"gpu": 3}, "gpu is 3, a text was expected"),
         ({"model__layers": None}, "the row does not say layers of GPT 22B"),
         ({"model__vocab": None}, "the row does not say the vocabulary of GPT 22B"),
-        ({"model__name": "Mixtral 8x22B"}, "no preset and no rule for the architecture"),
+        ({"model__name": "Parrot 7B"}, "no preset and no rule for the architecture"),
         ({"model__layers": "48"}, "layers is '48', a positive whole number was expected"),
         ({"model": 5}, "model is 5, a mapping was expected"),
         ({"metrics": {}}, "it has none"),
@@ -161,13 +105,13 @@ def test_memory_is_compared_only_where_it_says_what_it_is(tmp_path):
         ({"metrics": {"iter_time_s": "fast"}}, "iter_time_s is 'fast', a positive number was expected"),
         ({"metrics": {"iter_time_s": -1}}, "iter_time_s is -1, a positive number was expected"),
         ({"parallel__ulysses": 4}, "the parallel plan ulysses = 4 is not expressed"),
-        ({"parallel__vpp": "2 (4)"}, "the number of model chunks is given as '2 \\(4\\)'"),
+        ({"parallel__vpp": "two"}, "the number of model chunks is given as 'two'"),
         ({"precision": "FP8"}, "training.dtype: fp8-tensorwise"),
         ({"schedule": "DualPipe-X"}, "schedule DualPipe-X is not expressed"),
         ({"gbs": 6}, "training.global_batch_size: 6 .* is not a multiple"),
         ({"offload": "optimizer 50%"}, "offload 'optimizer 50%' is not expressed"),
         ({"source": "somebody"}, "which attention kernel ran"),
-        ({"source": "megatron-golden"}, "functional tests"),
+        ({"source": "megatron-golden"}, "without its argument list"),
         (
             {"source": "megascale", "framework": "MegaScale"},
             "runs of MegaScale differ from a plain Megatron-LM run",
@@ -220,8 +164,13 @@ def test_ends_of_the_pipeline_hold_a_layer_less_where_the_source_says_so(tmp_pat
         "schedule": "1F1B",
         "source": "zero-bubble",
     }
-    parallel = expressed(row, tmp_path).scenario.parallel
-    assert (parallel.first_stage_layers, parallel.last_stage_layers) == (2, 2)
+    scenario = expressed(row, tmp_path).scenario
+    assert layers_per_stage(22, scenario.parallel) == (2, 3, 3, 3, 3, 3, 3, 2)
+    # "1F1B-I" of that source makes every layer a chunk.
+    chunks = changed(row, parallel__vp="layers per stage", schedule="1F1B-I")
+    scenario = expressed(chunks, tmp_path).scenario
+    assert (scenario.schedule, scenario.parallel.vpp) == ("interleaved-1f1b", 3)
+    assert layers_per_stage(22, scenario.parallel) == (0, *([1] * 22), 0)
 
 
 def test_dimensions_in_the_notes_of_a_row_count(tmp_path):
@@ -297,13 +246,14 @@ def test_json_holds_scores_rows_and_reasons(tmp_path, monkeypatch):
         changed(GPT_22B, gbs=8, metrics={"iter_time_s": 0.202, "peak_alloc_gib": 8.0}),
         changed(GPT_22B, gpu="abacus"),
     ]
-    monkeypatch.setattr(accuracy, "run", fake_report)
-    done = CliRunner().invoke(accuracy.main, [str(write_rows(tmp_path / "rows.json", rows)), "--json"])
+    simulate_by(fake_report, monkeypatch)
+    path = str(write_rows(tmp_path / "rows.json", rows))
+    done = CliRunner().invoke(accuracy.main, [path, "--json", "--jobs", "1"])
     assert done.exit_code == 0
     document = json.loads(done.stdout)
-    assert set(document) == {"sources", "rows", "skipped"}
+    assert set(document) == {"sources", "rows", "skipped", "skip_reasons"}
     scores = document["sources"]["korthikanti2022"]
-    assert set(scores) == {"time", "allocated", "reserved"}
+    assert set(scores) == {"time", "allocated", "reserved", "activations", "state", "bubble"}
     # predicted 53 and 101 ms: +6 % and -50 %
     assert scores["time"] == {
         "n": 2,
@@ -321,14 +271,15 @@ def test_json_holds_scores_rows_and_reasons(tmp_path, monkeypatch):
             "reason": "no hardware profile fits the GPU 'abacus'",
         }
     ]
+    assert document["skip_reasons"] == {"korthikanti2022": {"no hardware profile fits the GPU 'abacus'": 1}}
 
 
 def test_the_tables_show_every_row_and_every_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(accuracy, "run", fake_report)
+    simulate_by(fake_report, monkeypatch)
     path = write_rows(tmp_path / "rows.json", [GPT_22B, changed(GPT_22B, mbs=None)])
-    done = CliRunner().invoke(accuracy.main, [str(path)])
+    done = CliRunner().invoke(accuracy.main, [str(path), "--jobs", "1"])
     assert done.exit_code == 0
-    for shown in ("1100.00", "53.00", "-95.18", "1 rows not expressed", "the row does not say mbs"):
+    for shown in ("1100.00", "53.00", "-95.18", "1 of 2 rows not expressed", "the row does not say mbs"):
         assert shown in done.stdout
 
 
@@ -382,76 +333,6 @@ def test_dense_rows_of_the_known_sources_are_expressed(shared_data):
     assert rows["vtrain-ground-truth"] == 443
     assert all(row.reason for row in skipped)
     json.dumps(as_document(results, skipped), allow_nan=False)
-
-
-GOLDEN = {
-    "source": "megatron-golden",
-    "table": "gpt/some_test/golden_values_dev_dgx_a100.json",
-    "gpu": "A100-80GB",
-    "num_gpus": 8,
-    "env": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-    "megatron_args_full": {
-        "num-layers": 12,
-        "hidden-size": 512,
-        "num-attention-heads": 8,
-        "seq-length": 1024,
-        "max-position-embeddings": 1024,
-        "micro-batch-size": 4,
-        "global-batch-size": 32,
-        "bf16": True,
-        "pipeline-model-parallel-size": 4,
-        "attention-backend": "unfused",
-    },
-    "metrics": {"peak_alloc_gib": 2.5, "iter_time_s_median": 0.2},
-}
-
-
-def test_memory_of_an_argument_list_is_that_of_the_last_stage_and_its_time_is_not_compared(tmp_path):
-    results, skipped = evaluate([write_rows(tmp_path / "golden.json", [GOLDEN])], fake_report)
-    assert skipped == []
-    assert results[0].figures == {"allocated": (2.5, 7.0)}
-    scenario = expressed(GOLDEN, tmp_path).scenario
-    assert (scenario.parallel.dp, scenario.libraries.cublas_workspace_kib) == (2, 32768)
-
-
-@pytest.mark.parametrize(
-    ("table", "allowed", "attention"),
-    [
-        ("gpt/test/golden_values_dev_dgx_a100.json", 0, "flash"),
-        ("gpt/test/golden_values_lts_dgx_a100.json", 0, "unfused"),
-        ("gpt/test/golden_values_lts_dgx_a100.json", 1, "flash"),
-    ],
-)
-def test_the_attention_that_a_container_takes_by_itself(table, allowed, attention, tmp_path):
-    arguments = {
-        key: value for key, value in GOLDEN["megatron_args_full"].items() if key != "attention-backend"
-    }
-    row = {
-        **GOLDEN,
-        "table": table,
-        "megatron_args_full": arguments,
-        "env": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": allowed},
-    }
-    assert expressed(row, tmp_path).scenario.training.attention == attention
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        (
-            {"num_gpus": None, "table": "gpt/a_release/x.json"},
-            "does not say how many GPUs the release test ran on",
-        ),
-        (
-            {"megatron_args_full__perform-rl-step": True},
-            "--perform-rl-step: alternates training with generation",
-        ),
-        ({"megatron_args_full__num-layers": 13}, "does not fit the 13 layers"),
-    ],
-)
-def test_argument_lists_that_do_not_determine_the_memory(changes, reason, tmp_path):
-    with pytest.raises(RowSkippedError, match=reason):
-        expressed(changed(GOLDEN, **changes), tmp_path)
 
 
 @pytest.mark.shared_data

@@ -237,6 +237,8 @@ SETTINGS: dict[str, SourceSettings] = {
         recompute="none",
         tflops=TflopsConvention("megatron", causal=False, counts_recompute=False),
     ),
+    # Their rows have argument lists, which ``megatron_rows`` reads.
+    "megatron-golden": SourceSettings(refused="a functional test without its argument list"),
     # PyTorch FSDP; ZeRO-3 or ZeRO-2 comes from the row. Transformer Engine of 2023 has delayed scaling only. The A100
     # tables are of the first release (May 2023), whose kernel was Triton's of the first FlashAttention; the H100 tables
     # came later, with FlashAttention-2.

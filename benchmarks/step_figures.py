@@ -1,0 +1,115 @@
+"""What the scoreboard compares of a simulated step, for many scenarios: each one once, on several processes.
+
+A full report also says what hiding each class of communication would save, for which the step is run again several
+times, and replays the allocator. The scoreboard computes what its rows have measured, and nothing else; the figures are
+the report's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.rows import RunReport
+from tracesim.scenario import Scenario
+
+_GIB = 2**30
+
+Figures = Mapping[str, RunReport | str]
+"""By :func:`scenario_key`: the figures of a step, or in words why the simulator refuses it."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A scenario, and which of the slow figures are compared."""
+
+    scenario: Scenario
+    reserved: bool = False
+    optimizer: bool = False
+
+    @property
+    def operations(self) -> int:
+        """About how many operations its step has, for sharing out the work."""
+        scenario = self.scenario
+        return scenario.model.layers * scenario.training.num_microbatches + 100 * scenario.parallel.pp
+
+
+def scenario_key(scenario: Scenario) -> str:
+    """What scenarios that run the same step have in common: all but the name."""
+    return repr(dataclasses.replace(scenario, name=""))
+
+
+def figures_of(
+    wanted: Sequence[Wanted], jobs: int = 1, runner: Callable[[Scenario], RunReport] | None = None
+) -> Figures:
+    """Figures of all scenarios, those that run the same step simulated once.
+
+    ``runner`` replaces the simulator, in this process.
+    """
+    tasks: dict[str, Wanted] = {}
+    for item in wanted:
+        key = scenario_key(item.scenario)
+        known = tasks.get(key, item)
+        tasks[key] = Wanted(
+            known.scenario, known.reserved or item.reserved, known.optimizer or item.optimizer
+        )
+    if runner is not None:
+        return {key: _attempt(runner, item.scenario) for key, item in tasks.items()}
+    if jobs <= 1 or len(tasks) <= 1:
+        return {key: _figures_or_reason(item) for key, item in tasks.items()}
+    # The longest first, so that none of them is left for the end.
+    order = sorted(tasks, key=lambda key: -tasks[key].operations)
+    with ProcessPoolExecutor(max_workers=jobs) as pool:
+        found = pool.map(_figures_or_reason, [tasks[key] for key in order], chunksize=1)
+        return dict(zip(order, found, strict=True))
+
+
+def _figures_or_reason(item: Wanted) -> RunReport | str:
+    return _attempt(lambda scenario: step_figures(scenario, item.reserved, item.optimizer), item.scenario)
+
+
+def _attempt(runner: Callable[[Scenario], RunReport], scenario: Scenario) -> RunReport | str:
+    try:
+        return runner(scenario)
+    except ValueError as error:
+        return f"the simulator refuses it: {' '.join(str(error).split())}"
+
+
+def step_figures(scenario: Scenario, reserved: bool = True, optimizer: bool = True) -> dict[str, Any]:
+    """The part of a scenario's report that rows are compared with, under the report's keys.
+
+    Without ``reserved`` the reserved memory is None, without ``optimizer`` the time of the optimizer.
+
+    Raises:
+        ValueError: as ``tracesim.simulation.simulate``.
+    """
+    # The simulator takes its time to import, and reading rows does not need it.
+    from op_graphs.vocabulary import MemoryCategory
+    from tracesim.report import breakdown, bubble_fraction
+    from tracesim.simulation import simulate
+
+    simulation = simulate(scenario)
+    graph, execution = simulation.graph, simulation.execution
+    usage = simulation.reserved if reserved else ()
+    stages: list[dict[str, Any]] = [
+        {
+            "optimizer_ms": breakdown(graph, execution, rank)[1] / 1e6 if optimizer else None,
+            "peak_allocated_gib": curve.peak / _GIB,
+            "peak_reserved_gib": usage[rank].peak_reserved / _GIB if reserved else None,
+            "memory_at_peak_gib": {
+                category.name.lower(): float(curve.by_category[category, curve.peak_moment]) / _GIB
+                for category in MemoryCategory
+            },
+        }
+        for rank, curve in enumerate(simulation.memory)
+    ]
+    return {
+        "iteration_time_ms": int(execution.end.max()) / 1e6,
+        "pipeline_bubble_fraction": bubble_fraction(graph, execution),
+        "peak_allocated_gib": max(stage["peak_allocated_gib"] for stage in stages),
+        "peak_reserved_gib": max(stage["peak_reserved_gib"] for stage in stages) if reserved else None,
+        "stages": stages,
+    }

@@ -1,0 +1,191 @@
+"""The scoreboard: rows of single sources, and what it makes of several rows at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import step_figures
+from benchmarks.accuracy import evaluate, scores_by_source
+from benchmarks.rows import RowSkippedError
+from op_graphs.stage_layout import layers_per_stage
+from tests.measured_rows import GOLDEN, GPT_22B, changed, expressed, fake_report, write_rows
+from tracesim.scenario import load_scenario
+from tracesim.simulation import simulate
+
+# -- argument lists ------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_an_argument_list_is_that_of_the_last_stage_and_its_time_is_not_compared(tmp_path):
+    results, skipped = evaluate([write_rows(tmp_path / "golden.json", [GOLDEN])], fake_report)
+    assert skipped == []
+    assert results[0].figures == {"allocated": (2.5, 7.0)}
+    scenario = expressed(GOLDEN, tmp_path).scenario
+    assert (scenario.parallel.dp, scenario.libraries.cublas_workspace_kib) == (2, 32768)
+
+
+@pytest.mark.parametrize(
+    ("table", "allowed", "attention"),
+    [
+        ("gpt/test/golden_values_dev_dgx_a100.json", 0, "flash"),
+        ("gpt/test/golden_values_lts_dgx_a100.json", 0, "unfused"),
+        ("gpt/test/golden_values_lts_dgx_a100.json", 1, "flash"),
+    ],
+)
+def test_the_attention_that_a_container_takes_by_itself(table, allowed, attention, tmp_path):
+    arguments = {
+        key: value for key, value in GOLDEN["megatron_args_full"].items() if key != "attention-backend"
+    }
+    row = {
+        **GOLDEN,
+        "table": table,
+        "megatron_args_full": arguments,
+        "env": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": allowed},
+    }
+    assert expressed(row, tmp_path).scenario.training.attention == attention
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {
+                "num_gpus": None,
+                "table": "gpt/a_release/x.json",
+                "megatron_args_full__use-distributed-optimizer": True,
+            },
+            "does not say how many GPUs the release test ran on",
+        ),
+        (
+            {"megatron_args_full__perform-rl-step": True},
+            "--perform-rl-step: alternates training with generation",
+        ),
+        ({"megatron_args_full__num-layers": 13}, "does not fit the 13 layers"),
+    ],
+)
+def test_argument_lists_that_do_not_determine_the_memory(changes, reason, tmp_path):
+    with pytest.raises(RowSkippedError, match=reason):
+        expressed(changed(GOLDEN, **changes), tmp_path)
+
+
+# -- several rows at once ------------------------------------------------------------------------------------------
+
+
+def test_rows_that_contradict_each_other_are_shown_and_count_in_no_score(tmp_path):
+    rows = [changed(GOLDEN, metrics__peak_alloc_gib=gib) for gib in (2.5, 3.9)]
+    rows += [
+        changed(GOLDEN, megatron_args_full__swiglu=True, metrics__peak_alloc_gib=gib) for gib in (2.5, 2.6)
+    ]
+    results, _ = evaluate([write_rows(tmp_path / "golden.json", rows)], fake_report)
+    told = "the same settings measured 2.50 to 3.90 GiB: what differed is not stated"
+    assert [result.undetermined for result in results] == [told, told, "", ""]
+    assert scores_by_source(results)["megatron-golden"]["allocated"].n == 2
+
+
+def test_equal_scenarios_are_simulated_once(tmp_path):
+    seen = []
+
+    def count(scenario):
+        seen.append(scenario.name)
+        return fake_report(scenario)
+
+    rows = [GPT_22B, changed(GPT_22B, metrics={"iter_time_s": 2.0}), changed(GPT_22B, gbs=8)]
+    results, _ = evaluate([write_rows(tmp_path / "rows.json", rows)], count)
+    assert (len(results), len(seen)) == (3, 2)
+
+
+def test_the_number_of_processes_changes_nothing(tmp_path):
+    rows = [changed(GPT_22B, model__layers=layers, metrics__peak_alloc_gib=9.0) for layers in (2, 4)]
+    path = write_rows(tmp_path / "rows.json", rows)
+    assert evaluate([path], jobs=1) == evaluate([path], jobs=2)
+
+
+def test_what_the_scoreboard_computes_is_what_a_report_says():
+    scenario = load_scenario("llama3-8b-tp2-pp2-vpp2-dp2")
+    figures, report = step_figures.step_figures(scenario), simulate(scenario).report
+    stages = figures.pop("stages")
+    assert figures == {key: report[key] for key in figures}
+    assert stages == [{key: stage[key] for key in stages[0]} for stage in report["stages"]]
+
+
+# -- sources -------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_says_what_a_table_does_not(tmp_path):
+    row = {
+        "framework": "Megatron-Bridge",
+        "gbs": 4096,
+        "gpu": "DGX-GB300",
+        "mbs": 2,
+        "metrics": {"tokens_per_s_per_gpu": 4992},
+        "model": {"name": "DeepSeekV3", "seq": 4096},
+        "num_gpus": 256,
+        "parallel": {"cp": 1, "ep": 32, "fsdp": 0, "pp": 2, "tp": 1, "vp": 8},
+        "precision": "MXFP8",
+        "source": "megatron-bridge",
+    }
+    scenario = expressed(row, tmp_path).scenario
+    assert (scenario.training.recompute.modules, scenario.parallel.ep_dispatcher) == (
+        ("mla_up_proj",),
+        "deepep",
+    )
+    assert layers_per_stage(61, scenario.parallel) == (*([4] * 15), 1)
+    assert expressed(changed(row, mbs=1), tmp_path).scenario.schedule == "1f1b-overlap"
+    assert (
+        expressed(changed(row, model__name="DeepSeekV3 (w/o MTP)"), tmp_path).scenario.model.mtp_layers == 0
+    )
+    assert expressed(changed(row, parallel__tp="1 (2)"), tmp_path).scenario.parallel.tp == 1
+
+
+def test_layers_follow_from_the_size_where_a_row_does_not_say_them(tmp_path):
+    row = {
+        "gbs": 2048,
+        "gpu": "A100-80GB-SXM",
+        "mbs": 1,
+        "metrics": {"iter_time_s": 172.4},
+        "model": {"name": "GPT 183B", "seq": 2048},
+        "notes": "shape text above: NLAYERS=80, NHIDDEN=14400, NHEADS=96, VOCAB_LENGTH=250k, GBS=2048",
+        "num_gpus": 384,
+        "parallel": {"dp": 4, "pp": 12, "tp": 8},
+        "source": "bigscience-tr11",
+    }
+    # 72 layers of 12 * 14400^2 elements and 250,000 rows of 14,400 are 182.8 billion.
+    model = expressed(row, tmp_path).scenario.model
+    assert (model.layers, model.heads) == (72, 96)
+    uneven = expressed(
+        changed(row, model__name="GPT 195B", parallel__pp=6, parallel__dp=8), tmp_path
+    ).scenario
+    # DeepSpeed spreads 77 layers over 6 stages: 79 with the ends do not divide.
+    assert layers_per_stage(77, uneven.parallel) == (13, 13, 13, 13, 13, 12)
+
+
+def test_a_calculated_bubble_is_compared_where_no_time_is_given(tmp_path):
+    row = {
+        "gpu": "A100-80GB-SXM",
+        "mbs": 3,
+        "metrics": {"bubble_rate_calculated": 0.0554},
+        "model": {"heads": 32, "hidden": 4096, "layers": 30, "name": "GPT 6.2B", "seq": 1024},
+        "num_gpus": 8,
+        "num_microbatches": 64,
+        "parallel": {"dp": 1, "pp": 8, "tp": 1},
+        "schedule": "ZB-2p",
+        "source": "zero-bubble",
+    }
+    found = expressed(row, tmp_path)
+    assert (found.time_ms, found.bubble_pct) == (None, pytest.approx(5.54))
+    assert found.scenario.schedule == "greedy:memory=16"
+
+
+def test_activations_relative_to_a_baseline(tmp_path):
+    row = changed(
+        GPT_22B,
+        gbs=None,
+        metrics={"activation_mem_pct_of_tp_baseline": 20.0},
+        source="calculon-validation",
+        recompute="seqsel",
+        parallel={"pp": 1, "tp": 8},
+    )
+    found = expressed(row, tmp_path)
+    assert (found.scenario.parallel.sp, found.scenario.training.recompute.modules) == (True, ("core_attn",))
+    assert (found.baseline.parallel.sp, found.baseline.training.recompute.mode) == (False, "none")
+    results, _ = evaluate([write_rows(tmp_path / "rows.json", [row])], fake_report)
+    assert results[0].figures == {"activations": (20.0, 100.0)}
