@@ -32,6 +32,7 @@ from .lower_vision import (
     classifier_backward,
     classifier_forward,
     encoder_context,
+    image_token_bytes,
     image_token_gradient,
     insert_image_tokens,
     patch_embedding_backward,
@@ -45,6 +46,7 @@ from .offload_activations import LAYER, begin_backward, begin_part, offload
 from .overlap.registry import GRADIENTS, PARAMETERS
 from .parameters import ParameterTensor, parameters_on_stage
 from .program import Program, ProgramBuilder, Tensor
+from .recompute_rules import recomputed_layers
 from .unit_communication import GradientReduction, ShardedWeights
 from .vocabulary import MemoryCategory, OpKind, Phase
 
@@ -60,6 +62,13 @@ class Chunk:
     layers: range
     has_embedding: bool
     has_head: bool
+    has_encoder: bool | None = None
+    """Whether a vision-language model's encoder lies here; None where the embedding does."""
+
+    def encodes(self, context: LoweringContext) -> bool:
+        """Whether a vision encoder runs in this chunk."""
+        here = self.has_embedding if self.has_encoder is None else self.has_encoder
+        return here and context.model.vision is not None
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,8 @@ class ChunkPrograms:
     backward_weight_last: Program
     parameters: tuple[ParameterTensor, ...]
     buckets: tuple[Bucket, ...]
+    sent_bytes: int | None = None
+    """Bytes passed to the next stage, and of the gradient that comes back; None: those of a hidden state."""
 
 
 @dataclass
@@ -118,6 +129,7 @@ def lower_chunk(context: LoweringContext, chunk: Chunk) -> ChunkPrograms:
         context.sequence_parallel,
         chunk.has_embedding,
         chunk.has_head,
+        has_vision=chunk.encodes(context),
         seq_len=context.training.seq_len,
         ep=context.parallel.ep,
         etp=context.parallel.etp,
@@ -144,20 +156,8 @@ def lower_chunk(context: LoweringContext, chunk: Chunk) -> ChunkPrograms:
         backward_weight_last=lowering.backward_weight(builder, split, last),
         parameters=tuple(parameters),
         buckets=buckets,
+        sent_bytes=round(image_token_bytes(context)) if lowering.encodes_alone else None,
     )
-
-
-def recompute_groups(context: LoweringContext, layers: range) -> list[range]:
-    """Groups of layers that are recomputed together, in layer order; the other layers keep their activations."""
-    recompute = context.training.recompute
-    if recompute.mode != "full":
-        return []
-    if recompute.method == "block":
-        return [range(layer, layer + 1) for layer in layers[: recompute.layers]]
-    if recompute.method == "every":
-        return [range(layer, layer + 1) for layer in layers if (layer + 1) % recompute.layers == 0]
-    step = recompute.layers
-    return [layers[start : start + step] for start in range(0, len(layers), step)]
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,15 @@ class _ChunkLowering:
     rules: DataParallelism
     buckets: Sequence[Bucket]
 
+    @property
+    def encodes_alone(self) -> bool:
+        """Whether the chunk is a vision encoder on a stage of its own."""
+        return self.chunk.encodes(self.context) and not self.chunk.has_embedding
+
     def _units(self, *, backward: bool = False) -> list[str]:
         """Units of the chunk in the order in which a pass uses them first."""
-        first = [*vision_units(self.context), "embedding"] if self.chunk.has_embedding else []
+        first = vision_units(self.context) if self.chunk.encodes(self.context) else []
+        first += ["embedding"] if self.chunk.has_embedding else []
         layers = [str(layer) for layer in self.chunk.layers]
         head = ["head"] if self.chunk.has_head else []
         predictions = prediction_units(self.context) if self.chunk.has_head else []
@@ -192,6 +198,8 @@ class _ChunkLowering:
         mask = self._attention_mask(builder)
         if chunk.has_embedding:
             vision, embedding, hidden = self._inputs_forward(builder, weights)
+        elif self.encodes_alone:
+            vision, hidden = self._vision_forward(builder, weights)
         else:
             # The receive buffer; it exists from the moment the first kernel of the chunk reads it.
             hidden = builder.allocate(
@@ -232,8 +240,11 @@ class _ChunkLowering:
         context = self.context
         vision: _VisionSaved | None = None
         images: Tensor | None = None
-        if context.model.vision is not None:
+        if self.chunk.encodes(context):
             vision, images = self._vision_forward(builder, weights)
+        elif context.model.vision is not None:
+            size = image_token_bytes(context)
+            images = builder.allocate("received_images", size, 0, MemoryCategory.TEMPORARY)
         weights.enter("embedding")
         embedding: EmbeddingSaved | PatchSaved
         if context.model.patches is not None:
@@ -268,7 +279,7 @@ class _ChunkLowering:
         self, builder: ProgramBuilder, weights: ShardedWeights, hidden: Tensor
     ) -> tuple[list[_Block], Tensor]:
         context, layers = self.context, self.chunk.layers
-        groups = {group.start: group for group in recompute_groups(context, layers)}
+        groups = {group.start: group for group in recomputed_layers(context.training.recompute, layers)}
         blocks: list[_Block] = []
         layer = layers.start
         while layer < layers.stop:
@@ -344,12 +355,13 @@ class _ChunkLowering:
             weights.leave("head")
             reduction.emit_complete()
         else:
-            gradient = builder.allocate(
-                "received_gradient", context.hidden_bytes, builder.lead, MemoryCategory.TEMPORARY
-            )
+            size = image_token_bytes(context) if self.encodes_alone else context.hidden_bytes
+            gradient = builder.allocate("received_gradient", size, builder.lead, MemoryCategory.TEMPORARY)
         gradient = self._layers_backward(builder, weights, reduction, saved.blocks, gradient)
         if saved.embedding is not None:
             self._inputs_backward(builder, weights, reduction, saved, gradient)
+        elif saved.vision is not None:
+            self._vision_backward(builder, weights, reduction, saved.vision, gradient)
         else:
             if not len(builder):
                 gradient = _copy_through(builder, context, gradient)
@@ -387,21 +399,34 @@ class _ChunkLowering:
         gradient: Tensor,
     ) -> None:
         """Backward of :meth:`_inputs_forward`."""
-        context, vision = self.context, saved.vision
+        context, images = self.context, self.context.model.vision is not None
         weights.enter("embedding")
         d_images: Tensor | None = None
-        if vision is not None:
+        if images:
             d_images, gradient = image_token_gradient(builder, context, gradient)
+            if saved.vision is None:
+                builder.output_row = builder.last_row
+                builder.release(d_images, builder.output_row)
         if isinstance(saved.embedding, PatchSaved):
             patch_embedding_backward(builder, context, saved.embedding, gradient)
         elif saved.embedding is not None:
-            embedding_backward(builder, context, saved.embedding, gradient, whole=vision is not None)
+            embedding_backward(builder, context, saved.embedding, gradient, whole=images)
         weights.leave("embedding")
         reduction.emit_complete()
-        if vision is None or d_images is None:
-            return
+        if saved.vision is not None and d_images is not None:
+            self._vision_backward(builder, weights, reduction, saved.vision, d_images)
+
+    def _vision_backward(
+        self,
+        builder: ProgramBuilder,
+        weights: ShardedWeights,
+        reduction: GradientReduction,
+        vision: _VisionSaved,
+        d_images: Tensor,
+    ) -> None:
+        """Backward of :meth:`_vision_forward`."""
         weights.enter("vision_projection")
-        gradient = projector_backward(builder, context, vision.projector, d_images)
+        gradient = projector_backward(builder, self.context, vision.projector, d_images)
         weights.leave("vision_projection")
         encoder = self._encoder()
         builder.module_prefix = VISION_PREFIX

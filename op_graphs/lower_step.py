@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from .buckets import form_buckets
 from .data_parallel import DataParallelism
 from .lower_stage import ChunkPrograms
+from .lower_vision import image_token_bytes
 from .lowering_context import LoweringContext
 from .offload_optimizer import emit_gradient_copies, emit_host_updates, host_state_bytes, split_shard
 from .optimizers import OPTIMIZERS
@@ -22,6 +23,7 @@ from .overlap.registry import GRADIENTS, PARAMETERS
 from .parameters import ParameterTensor, elements_of
 from .precision import is_quantized
 from .program import Program, ProgramBuilder, Tensor
+from .stage_layout import embedding_stage
 from .vocabulary import Communication, Dimension, DType, MemoryCategory, OpKind, Phase
 
 RENDEZVOUS_GRADIENT_NORM = "gradient_norm_all_reduce"
@@ -53,7 +55,7 @@ class RankPrograms:
     after: Program
     persistent: tuple[PersistentBuffer, ...]
     receive_bytes: int
-    """Bytes of the tensor passed between neighbouring stages."""
+    """Bytes of the tensor passed between neighbouring stages, where a chunk does not say otherwise."""
     host_bytes: int = 0
     """Memory of the host that is held as long as the job."""
 
@@ -160,7 +162,7 @@ def _reduce_replicated_gradients(
         at = context.parallel.coordinates(context.rank)
         ends = tuple(
             context.parallel.rank_of(tp=at["tp"], cp=at["cp"], dp=at["dp"], pp=stage)
-            for stage in (0, context.parallel.pp - 1)
+            for stage in (embedding_stage(context.parallel) % context.parallel.pp, context.parallel.pp - 1)
         )
         row = builder.collective(
             RENDEZVOUS_TIED_EMBEDDING,
@@ -298,10 +300,14 @@ def _pipeline_buffers(context: LoweringContext, chunks: Sequence[ChunkPrograms])
     limit says, and the head's weight gradient is made at the end, in a tensor of its own.
     """
     training, buffers = context.training, []
-    if context.parallel.pp > 1 and not any(chunk.chunk.has_embedding for chunk in chunks):
+    parts = [chunk.chunk for chunk in chunks]
+    if context.parallel.pp > 1 and not any(part.has_embedding or part.encodes(context) for part in parts):
         buffers.append(
             PersistentBuffer("sent_gradient", round(context.hidden_bytes), MemoryCategory.COMMUNICATION)
         )
+    elif any(part.has_embedding for part in parts) and embedding_stage(context.parallel):
+        size = image_token_bytes(context)
+        buffers.append(PersistentBuffer("sent_gradient", round(size), MemoryCategory.COMMUNICATION))
     if training.deferred_head_gradients is not None and any(chunk.chunk.has_head for chunk in chunks):
         kept = min(training.deferred_head_gradients, training.num_microbatches)
         size = kept * context.token_bytes(context.local_vocab)

@@ -193,6 +193,9 @@ class ParallelPlan:
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     layout: str | None = None
+    vision_stage: str = "colocated"
+    """Where the encoder of a vision-language model runs: ``colocated`` with the embedding, or on a stage of its ``own``
+    before it. A layout says it itself."""
     order: str = "tp-cp-ep-dp-pp"
 
     @property

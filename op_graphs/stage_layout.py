@@ -4,39 +4,58 @@ Without a layout the rule is Megatron-LM's (``num_layers_in_first_pipeline_stage
 ``num_layers_in_last_pipeline_stage``, set by ``--decoder-first-pipeline-num-layers`` and
 ``--decoder-last-pipeline-num-layers``): the first and the last pipeline *rank* may hold a number of layers of their
 own, the others share the rest equally, and a rank spreads its layers equally over its ``vpp`` model chunks. The
-embedding lies on the first stage, output head and prediction heads on the last.
+embedding lies on the first stage, output head and prediction heads on the last. A vision encoder lies with the
+embedding, or (``vision_stage: own``) alone on the first stage; then the rule holds for the stages behind it.
 
 A layout (``--pipeline-model-parallel-layout``) says it stage by stage, in order of the stages: ``E`` embedding, ``t``
 a decoder layer, ``m`` a multi-token prediction head, ``L`` output head and loss; ``|`` begins the next stage, ``*N``
 repeats the letter, ``|`` or ``( )`` group before it; commas and spaces mean nothing. A stage may be without layers.
+``V``, our addition, is a vision encoder with its projector; without it the encoder lies with the embedding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .plan import ParallelPlan
 
-_LETTERS = {"E": "embedding", "t": "layer", "m": "prediction head", "L": "loss"}
+_LETTERS = {
+    "E": "embedding",
+    "t": "layer",
+    "m": "prediction head",
+    "L": "loss",
+    "V": "vision encoder",
+}
 _MOST_PARTS = 1 << 16
 
 
 def layers_per_stage(
-    layers: int, parallel: ParallelPlan, prediction_heads: int | None = None
+    layers: int, parallel: ParallelPlan, prediction_heads: int | None = None, vision: bool = True
 ) -> tuple[int, ...]:
     """Layers of each global stage, in order ``0 .. pp * vpp - 1``.
 
-    Stage ``s`` holds the layers behind those of the stages before it. Without a layout every entry is at least 1;
-    the sum is ``layers`` always. ``prediction_heads`` is what a layout is checked against, None for no check.
+    Stage ``s`` holds the layers behind those of the stages before it. Without a layout every entry is at least 1, but
+    for that of an encoder alone; the sum is ``layers`` always. ``prediction_heads`` is what a layout is checked
+    against, None for no check; ``vision`` says whether the model has a vision encoder.
 
     Raise ValueError if the layers cannot be split that way.
     """
     if parallel.layout is not None:
         stages = parse_layout(parallel.layout)
-        problem = layout_problem(stages, layers, parallel, prediction_heads)
+        problem = layout_problem(stages, layers, parallel, prediction_heads, vision)
         if problem:
             raise ValueError(problem)
         return tuple(stage.count("t") for stage in stages)
+    if parallel.vision_stage == "own":
+        if parallel.pp == 1 or parallel.vpp > 1:
+            given = f"pp is {parallel.pp}, vpp is {parallel.vpp}"
+            raise ValueError(
+                f"a vision encoder on a stage of its own needs pp > 1 and vpp: 1, {given}; with vpp > 1 give a layout "
+                'such as "V|Et|t|tL"'
+            )
+        behind = replace(parallel, pp=parallel.pp - 1, vision_stage="colocated")
+        return (0, *layers_per_stage(layers, behind))
     per_rank = _layers_per_rank(layers, parallel)
     for rank, held in enumerate(per_rank):
         if held % parallel.vpp:
@@ -44,6 +63,13 @@ def layers_per_stage(
                 f"{held} layers on pipeline rank {rank} do not divide over its {parallel.vpp} model chunks"
             )
     return tuple(per_rank[stage % parallel.pp] // parallel.vpp for stage in range(parallel.stages))
+
+
+def embedding_stage(parallel: ParallelPlan) -> int:
+    """Global stage of the embedding: 0, or 1 behind a vision encoder on a stage of its own."""
+    if parallel.layout is None:
+        return int(parallel.vision_stage == "own")
+    return next((at for at, stage in enumerate(parse_layout(parallel.layout)) if "E" in stage), 0)
 
 
 def _layers_per_rank(layers: int, parallel: ParallelPlan) -> list[int]:
@@ -132,11 +158,17 @@ def _repetition(text: str, at: int) -> tuple[int, int]:
 
 
 def layout_problem(
-    stages: Sequence[str], layers: int, parallel: ParallelPlan, prediction_heads: int | None = None
+    stages: Sequence[str],
+    layers: int,
+    parallel: ParallelPlan,
+    prediction_heads: int | None = None,
+    vision: bool = True,
 ) -> str:
     """Which rule a layout breaks, with what would be legal; '' if it places every part of the model exactly once."""
     if parallel.first_stage_layers is not None or parallel.last_stage_layers is not None:
         return "it says where every layer goes; leave out first_stage_layers and last_stage_layers"
+    if parallel.vision_stage != "colocated":
+        return "it says where the vision encoder goes (V); leave out vision_stage"
     if len(stages) != parallel.stages:
         fits = f"; set vpp: {len(stages) // parallel.pp}" if len(stages) % parallel.pp == 0 else ""
         return f"it has {len(stages)} stages, and pp * vpp = {parallel.pp} * {parallel.vpp} = {parallel.stages}{fits}"
@@ -153,8 +185,17 @@ def layout_problem(
             return (
                 f"it places {found} {name} ({letter}), the model has {wanted}: {abs(found - wanted)} {which}"
             )
-    if not stages[0].startswith("E"):
-        return "the embedding (E) must be the first part of the first stage"
+    encoders = whole.count("V")
+    if encoders and not vision:
+        return "it places a vision encoder (V), the model has none"
+    if encoders > 1:
+        return f"it places {encoders} vision encoders (V), the model has 1"
+    if encoders and not whole.startswith("VE"):
+        return "the vision encoder (V) must come right before the embedding (E), on its stage or on the first alone"
+    if not stages[1 if stages[0] == "V" and len(stages) > 1 else 0].removeprefix("V").startswith("E"):
+        return (
+            "the embedding (E) must be the first part of the first stage, or of the second behind a V alone"
+        )
     if not stages[-1].endswith("L"):
         return "the loss (L) must be the last part of the last stage"
     if whole.count("m") and not stages[-1].endswith("m" * whole.count("m") + "L"):

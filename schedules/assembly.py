@@ -119,7 +119,13 @@ class _Assembly:
         self.by_action: dict[Action, _Part] = {}
         self.transfer_rows: dict[Action, int] = {}
         self.produced: dict[Action, int] = {}
-        self._transfer_programs: dict[tuple[ActionKind, int, int], Program] = {}
+        self._transfer_programs: dict[tuple[ActionKind, int, int, int], Program] = {}
+        self._sent_bytes = {
+            chunk.chunk.stage: chunk.sent_bytes
+            for rank in programs
+            for chunk in rank.chunks
+            if chunk.sent_bytes is not None
+        }
         self._stream_rows: dict[int, tuple[tuple[int, int], ...]] = {}
         self._pairs: dict[tuple[int, int], Interleaved] = {}
         self.microbatches: list[tuple[Int64, int]] = []
@@ -205,7 +211,7 @@ class _Assembly:
 
     def _add_transfer(self, state: _RankState, action: Action, rank: int, needed: frozenset[Action]) -> None:
         peer_rank = self.schedule.stage_rank(action.peer.stage)
-        part = self._add(state, self._transfer_program(action.kind, rank, peer_rank), rank, "", action)
+        part = self._add(state, self._transfer_program(action, rank, peer_rank), rank, "", action)
         self.transfer_rows[action] = part.base
         if action.is_send:
             (source,) = requirements(action, self.schedule)
@@ -252,13 +258,15 @@ class _Assembly:
             self._stream_rows[key] = tuple(last.items())
         return self._stream_rows[key]
 
-    def _transfer_program(self, kind: ActionKind, rank: int, peer: int) -> Program:
-        key = (kind, rank, peer)
+    def _transfer_program(self, action: Action, rank: int, peer: int) -> Program:
+        kind = action.kind
+        # Between two stages the same number of bytes goes forward and comes back.
+        size = self._sent_bytes.get(min(action.stage, action.peer.stage), self.programs[rank].receive_bytes)
+        key = (kind, rank, peer, size)
         if key not in self._transfer_programs:
             name, communication, stream, phase = _TRANSFERS[kind]
             ends = (self.programs[rank].rank, self.programs[peer].rank)
             ends = ends if communication is Communication.SEND else (ends[1], ends[0])
-            size = self.programs[rank].receive_bytes
             row = {
                 "name": self.names.strings.intern(name),
                 "kind": OpKind.P2P,

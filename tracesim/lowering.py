@@ -12,7 +12,7 @@ from op_graphs.lower_step import RankPrograms, lower_rank
 from op_graphs.lowering_context import LoweringContext
 from op_graphs.precision import precision_recipe
 from op_graphs.program import GraphNames
-from op_graphs.stage_layout import layers_per_stage
+from op_graphs.stage_layout import embedding_stage, layers_per_stage
 from schedules.actions import ActionKind, Schedule
 from schedules.assembly import assemble
 from schedules.check import check_schedule
@@ -130,7 +130,8 @@ def _lower_rank(
             stage=stage,
             index=index,
             layers=range(first, first + layers[part]),
-            has_embedding=part == 0,
+            has_embedding=part == embedding_stage(parallel),
+            has_encoder=part == 0,
             has_head=part == len(layers) - 1,
         )
         placed = replace(

@@ -137,7 +137,7 @@ def _check_stages(model: ModelDescription, parallel: ParallelPlan, problems: Pro
         return
     if parallel.layout is not None:
         try:
-            layers_per_stage(model.layers, parallel, model.mtp_layers)
+            layers_per_stage(model.layers, parallel, model.mtp_layers, model.vision is not None)
         except ValueError as error:
             problems.add("parallel.layout", parallel.layout, f"does not fit {model.name}: {error}")
         return

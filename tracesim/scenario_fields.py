@@ -126,6 +126,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
             lambda value: value is None or _is_text(value),
             None,
         ),
+        "vision_stage": _choice(_PARALLEL.vision_stage, ("colocated", "own")),
         "order": FieldRule(
             "must name tp, cp, ep, dp and pp once each, joined by -, such as tp-cp-ep-dp-pp",
             lambda value: (

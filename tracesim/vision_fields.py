@@ -43,6 +43,12 @@ def check_vision(
                 parallel.sp,
                 f"the {tokens} tokens of an image do not divide over tp = {parallel.tp} ranks; set sp: false",
             )
+    if parallel.vision_stage == "own" and model.vision is None and problems.sound("parallel.vision_stage"):
+        problems.add(
+            "parallel.vision_stage",
+            parallel.vision_stage,
+            f"{model.name} has no vision encoder; set it to colocated",
+        )
     images = training.images_per_sample
     if not problems.sound(_IMAGES):
         return
