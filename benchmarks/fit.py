@@ -13,6 +13,9 @@ so that fixed costs (optimizer, gradient reduction) cannot hide in it. Sources t
 level: the upper quartile over their rows of the ratio that each row asks for, since whatever else slows a row down
 makes it ask for less.
 
+``contention``: what kernels and steps lose beside communication (:mod:`benchmarks.fit_contention`,
+:mod:`benchmarks.step_pairs`); PATH is the folder that holds ``traces`` and ``measured``.
+
 ``operation_us``: what launching one lowered operation takes the host. Only small models count (hidden size up to 1,024,
 one node), whose steps are mostly bound by launches: the value at which the median error of a source is zero.
 """
@@ -30,8 +33,16 @@ from statistics import mean, median, quantiles
 import click
 
 from benchmarks.accuracy import InputError, find_files, read_rows
+from benchmarks.fit_contention import (
+    fit_exchange_rate,
+    fit_second_wave,
+    fit_send_sms,
+    kernel_pairs,
+    residuals,
+)
 from benchmarks.rows import MeasuredRow, RowFile, RowSkippedError, express
 from benchmarks.rows.dispatch import source_name
+from benchmarks.step_pairs import step_pairs
 from tracesim.scenario import Scenario
 from tracesim.simulation import simulate
 
@@ -201,13 +212,16 @@ def _time_ms(scenario: Scenario, ratio: float) -> float:
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--figure",
-    type=click.Choice(["training_clock_ratio", "operation_us"]),
+    type=click.Choice(["training_clock_ratio", "operation_us", "contention"]),
     default="training_clock_ratio",
     show_default=True,
 )
 @click.option("--json", "as_json", is_flag=True)
 def main(paths: tuple[Path, ...], figure: str, as_json: bool) -> None:
     """Refit a figure of the hardware profiles on the measured rows in PATHS."""
+    if figure == "contention":
+        _print_contention(paths, as_json)
+        return
     try:
         files = find_files(paths)
     except InputError as error:
@@ -228,6 +242,43 @@ def main(paths: tuple[Path, ...], figure: str, as_json: bool) -> None:
         click.echo(
             f"{found.source}, {found.hardware}: {found.rows} launch-bound rows, median error without the host "
             f"{found.median_error_pct_without:+.1f} %, operation_us {found.operation_us}"
+        )
+
+
+def _print_contention(paths: Sequence[Path], as_json: bool) -> None:
+    (data, *others) = paths
+    missing = [name for name in ("traces", "measured") if not (data / name).is_dir()]
+    if others or missing:
+        click.echo(
+            f"error: --figure contention reads one folder with traces and measured, not {', '.join(map(str, paths))}",
+            err=True,
+        )
+        sys.exit(2)
+    pairs = kernel_pairs(data)
+    fits = (fit_second_wave(pairs), fit_send_sms(pairs), fit_exchange_rate(data))
+    groups, steps = residuals(pairs), step_pairs(data)
+    if as_json:
+        document = {"fits": fits, "kernels": groups, "steps": steps}
+        click.echo(json.dumps({key: [vars(row) for row in rows] for key, rows in document.items()}, indent=2))
+        return
+    click.echo("parameter: fitted (installed), on what, error without and with it")
+    for fit in fits:
+        click.echo(
+            f"  {fit.parameter}: {fit.value:g} ({fit.installed:g}), {fit.fitted_on}, "
+            f"{fit.residual_before_pct:.1f} % and {fit.residual_after_pct:.1f} %"
+        )
+    click.echo(
+        "kernels beside communication: pairs, times as long, mean error without and with the parameters"
+    )
+    for group in groups:
+        click.echo(
+            f"  {group.trace}, {group.beside}: {group.pairs}, {group.measured_ratio:.3f}, "
+            f"{group.before_pct:.1f} % and {group.after_pct:.1f} %"
+        )
+    click.echo("speed-up of a step by asynchronous tensor parallelism: measured, without and with contention")
+    for step in steps:
+        click.echo(
+            f"  {step.layout}: {step.measured:.3f}, {step.without_contention:.3f} and {step.with_contention:.3f}"
         )
 
 

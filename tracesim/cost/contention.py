@@ -38,9 +38,9 @@ CHANNEL_BYTES = 1 << 18
 """Message for which a collective takes one more SM, up to its most. An assumption: libraries open few channels for
 small messages."""
 
-SECOND_WAVE = 0.72
+SECOND_WAVE = 0.66
 """Part of its duration by itself that a norm needs again where SMs are gone: its blocks fit just once, so some of them
-come in a second wave, with the memory bandwidth to themselves. Measured in a public H800 trace, 1.62 to 1.85 times as
+come in a second wave, with the memory bandwidth to themselves. Fitted on a public H800 trace, 1.63 to 1.69 times as
 long beside a communication kernel as without (``benchmarks.fit --figure contention``)."""
 
 QUERY_TILE = 128
