@@ -1,38 +1,28 @@
-"""Refit the figures of hardware profiles that are fitted on measured training runs, and print the residual.
+"""Refit the figures of hardware profiles that are fitted, and print residuals before and after.
 
-``python -m benchmarks.fit PATH... [--figure NAME] [--json]``. A PATH is a file of measured rows, as for
-``benchmarks.accuracy``.
+``python -m benchmarks.fit PATH... [--figure NAME] [--machines FOLDER] [--json]``. A PATH is a file of measured rows or
+a folder of such files, as for ``benchmarks.accuracy``. What is fitted on what, and why, is said by the files of
+``benchmarks/fits``: :mod:`~benchmarks.fits.clock` and :mod:`~benchmarks.fits.host` on whole steps,
+:mod:`~benchmarks.fits.kernels` on the measured shapes of machine files.
 
-``training_clock_ratio`` (the default figure): how much slower matrix products and attention run in a sustained
-training step than in back-to-back runs of one kernel. Only layouts without tensor parallelism count, on one node, with
-a hidden size of at least 4,096: their kernels take milliseconds, so that neither communication nor kernel launches can
-explain much.
-
-Where a layout was run with several counts of microbatches, the *slope* of the iteration time over the count is fitted,
-so that fixed costs (optimizer, gradient reduction) cannot hide in it. Sources that run each layout once are fitted by
-level: the upper quartile over their rows of the ratio that each row asks for, since whatever else slows a row down
-makes it ask for less.
-
-``contention``: what kernels and steps lose beside communication (:mod:`benchmarks.fit_contention`,
+``--figure contention``: what kernels and steps lose beside communication (:mod:`benchmarks.fit_contention`,
 :mod:`benchmarks.step_pairs`); PATH is the folder that holds ``traces`` and ``measured``.
 
-``operation_us``: what launching one lowered operation takes the host. Only small models count (hidden size up to 1,024,
-one node), whose steps are mostly bound by launches: the value at which the median error of a source is zero.
+Every figure stands with the value in the installed profile; the exit code is 1 where one fits worse than what was found
+(:data:`~benchmarks.fits.result.TOLERANCE_POINTS`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median, quantiles
 
 import click
 
-from benchmarks.accuracy import InputError, find_files, read_rows
+from benchmarks.accuracy import InputError, find_files
 from benchmarks.fit_contention import (
     fit_exchange_rate,
     fit_second_wave,
@@ -40,209 +30,79 @@ from benchmarks.fit_contention import (
     kernel_pairs,
     residuals,
 )
-from benchmarks.rows import MeasuredRow, RowFile, RowSkippedError, express
-from benchmarks.rows.dispatch import source_name
+from benchmarks.fits import clock, host, kernels
+from benchmarks.fits.result import Fit
 from benchmarks.step_pairs import step_pairs
-from tracesim.scenario import Scenario
-from tracesim.simulation import simulate
 
-_LEAST_HIDDEN = 4096
-_NODE = 8
-_LEAST_ROWS = 4
-_SMALL_HIDDEN, _SMALL_LAYERS = 1024, 24
-_BISECTIONS = 7
+CONTENTION = "contention"
+"""Not a figure of one profile: what kernels and steps lose beside communication."""
 
 
-@dataclass(frozen=True)
-class ClockFit:
-    """The ratio a layout, or the rows of a machine, ask for."""
-
-    source: str
-    hardware: str
-    layout: str
-    measured_ms: float
-    """Slope a microbatch, or mean iteration time."""
-    at_full_clock_ms: float
-    ratio: float
-
-
-def fit_training_clock(files: Sequence[Path]) -> list[ClockFit]:
-    """One fit by slope for each layout with several counts of microbatches; else one by level for each machine."""
-    fits: list[ClockFit] = []
-    for path in files:
-        rows, source = read_rows(path)
-        file = RowFile(path, source)
-        layouts: dict[tuple[str, str], list[MeasuredRow]] = defaultdict(list)
-        for index, row in enumerate(rows):
-            try:
-                measured = express(row, index, file)
-            except RowSkippedError:
-                continue
-            if measured.time_ms and measured.smaller is None and _is_compute_bound(measured.scenario):
-                training = replace(measured.scenario.training, num_microbatches=1)
-                key = repr((measured.scenario.model, measured.scenario.parallel, training))
-                layouts[source_name(row, file), key].append(measured)
-        by_slope = [
-            _fit_slope(name, found)
-            for (name, _), found in layouts.items()
-            if len({row.scenario.training.num_microbatches for row in found}) > 1
-        ]
-        fits += by_slope or _fit_levels(layouts)
+def run_fits(paths: list[Path], machines: list[Path], figure: str) -> list[Fit]:
+    """The fits of all figures, or of one, whose rows or machine files are there."""
+    fits: list[Fit] = []
+    if figure in ("", clock.FIGURE):
+        fits += clock.fit(paths)
+    if figure in ("", host.OPERATION, host.RESUME):
+        fits += [found for found in host.fit(paths, figure) if figure in ("", found.figure)]
+    if figure in ("", *kernels.FIGURES):
+        fits += [found for found in kernels.fit(machines) if figure in ("", found.figure)]
     return fits
 
 
-def _is_compute_bound(scenario: Scenario) -> bool:
-    return (
-        scenario.parallel.tp == 1
-        and scenario.parallel.world_size <= _NODE
-        and scenario.model.hidden_size >= _LEAST_HIDDEN
+def machine_folders(paths: list[Path], given: tuple[Path, ...]) -> list[Path]:
+    """Folders with machine files: those given, else ``../simumax_system`` beside each file of rows."""
+    return list(given) or sorted({path.parent.parent / "simumax_system" for path in paths})
+
+
+def _document(fit: Fit) -> dict[str, object]:
+    return {**dataclasses.asdict(fit), "installed": fit.installed, "differs": fit.differs}
+
+
+def _print(fit: Fit) -> None:
+    click.echo(
+        f"{fit.profile}: {fit.figure} = {fit.value:g} (installed {fit.installed:g}"
+        f"{', DIFFERS' if fit.differs else ''})"
     )
-
-
-def _fit_slope(source: str, rows: Sequence[MeasuredRow]) -> ClockFit:
-    """The ratio at which the predicted time a microbatch is the measured one."""
-    ordered = sorted(rows, key=lambda row: row.scenario.training.num_microbatches)
-    few, many = ordered[0], ordered[-1]
-    counts = few.scenario.training.num_microbatches, many.scenario.training.num_microbatches
-    span = counts[1] - counts[0]
-    assert few.time_ms is not None
-    assert many.time_ms is not None
-    measured = (many.time_ms - few.time_ms) / span
-    full, half = (
-        (_time_ms(many.scenario, clock) - _time_ms(few.scenario, clock)) / span for clock in (1.0, 0.5)
+    click.echo(f"  on {fit.rows}; {fit.criterion}")
+    click.echo(
+        f"  {fit.residual}: {fit.before:+.2f} before, {fit.after:+.2f} after, {fit.at_installed:+.2f} installed"
     )
-    layout = f"{few.label}, {counts[0]} to {counts[1]} microbatches"
-    return ClockFit(
-        source, few.scenario.hardware.name, layout, measured, full, round(_ratio(measured, full, half), 3)
-    )
-
-
-def _fit_levels(layouts: Mapping[tuple[str, str], Sequence[MeasuredRow]]) -> list[ClockFit]:
-    """One fit for each source and machine with at least four rows."""
-    machines: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
-    for (source, _), rows in layouts.items():
-        for row in rows:
-            assert row.time_ms is not None
-            full, half = _time_ms(row.scenario, 1.0), _time_ms(row.scenario, 0.5)
-            ratio = _ratio(row.time_ms, full, half)
-            machines[source, row.scenario.hardware.name].append((row.time_ms, full, ratio))
-    return [
-        ClockFit(
-            source,
-            hardware,
-            f"{len(found)} rows on one node",
-            mean(measured for measured, _, _ in found),
-            mean(predicted for _, predicted, _ in found),
-            round(quantiles([ratio for _, _, ratio in found], n=4, method="inclusive")[2], 3),
-        )
-        for (source, hardware), found in machines.items()
-        if len(found) >= _LEAST_ROWS
-    ]
-
-
-@dataclass(frozen=True)
-class HostFit:
-    """The host time of an operation that the launch-bound rows of a source ask for."""
-
-    source: str
-    hardware: str
-    rows: int
-    median_error_pct_without: float
-    operation_us: float
-
-
-def fit_host_operation(files: Sequence[Path]) -> list[HostFit]:
-    """One fit for each source and machine with launch-bound rows."""
-    fits = []
-    for path in files:
-        rows, source = read_rows(path)
-        file = RowFile(path, source)
-        machines: dict[tuple[str, str], list[MeasuredRow]] = defaultdict(list)
-        for index, row in enumerate(rows):
-            try:
-                measured = express(row, index, file)
-            except RowSkippedError:
-                continue
-            scenario = measured.scenario
-            small = scenario.model.hidden_size <= _SMALL_HIDDEN and scenario.model.layers <= _SMALL_LAYERS
-            if (
-                measured.time_ms
-                and measured.smaller is None
-                and small
-                and scenario.parallel.world_size <= _NODE
-            ):
-                machines[source_name(row, file), scenario.hardware.name].append(measured)
-        for (name, hardware), found in machines.items():
-            if len(found) < _LEAST_ROWS:
-                continue
-            low, high = 0.0, 200.0
-            for _ in range(_BISECTIONS):
-                middle = (low + high) / 2
-                low, high = (middle, high) if _median_error(found, middle) < 0 else (low, middle)
-            fits.append(
-                HostFit(name, hardware, len(found), _median_error(found, 0.0), round((low + high) / 2, 1))
-            )
-    return fits
-
-
-def _median_error(rows: Sequence[MeasuredRow], operation_us: float) -> float:
-    errors = []
-    for row in rows:
-        assert row.time_ms is not None
-        hardware = row.scenario.hardware
-        changed = replace(hardware, host=replace(hardware.host, operation_us=operation_us))
-        report = simulate(replace(row.scenario, hardware=changed)).report
-        errors.append(100 * (report["iteration_time_ms"] / row.time_ms - 1))
-    return float(median(errors))
-
-
-def _ratio(measured: float, full: float, half: float) -> float:
-    """The clock that explains a time, from the times at full and at half the clock."""
-    # Half the clock adds once more what runs at the clock.
-    clocked = half - full
-    return clocked / (measured - (full - clocked))
-
-
-def _time_ms(scenario: Scenario, ratio: float) -> float:
-    hardware = replace(scenario.hardware, training_clock_ratio=ratio)
-    return float(simulate(replace(scenario, hardware=hardware)).report["iteration_time_ms"])
+    for detail in fit.details:
+        click.echo(f"    {detail}")
 
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--figure",
-    type=click.Choice(["training_clock_ratio", "operation_us", "contention"]),
-    default="training_clock_ratio",
-    show_default=True,
+    type=click.Choice([clock.FIGURE, host.OPERATION, host.RESUME, *kernels.FIGURES, CONTENTION]),
+    help="Only this figure.",
 )
-@click.option("--json", "as_json", is_flag=True)
-def main(paths: tuple[Path, ...], figure: str, as_json: bool) -> None:
-    """Refit a figure of the hardware profiles on the measured rows in PATHS."""
-    if figure == "contention":
+@click.option(
+    "--machines",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Folder with machine files. By default ../simumax_system beside PATH.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def main(paths: tuple[Path, ...], figure: str | None, machines: tuple[Path, ...], as_json: bool) -> None:
+    """Refit figures of the hardware profiles on the measured rows in PATHS."""
+    if figure == CONTENTION:
         _print_contention(paths, as_json)
         return
     try:
         files = find_files(paths)
+        fits = run_fits(files, machine_folders(files, machines), figure or "")
     except InputError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"benchmarks.fit: {error}", err=True)
         sys.exit(2)
-    clock = fit_training_clock(files) if figure == "training_clock_ratio" else []
-    host = fit_host_operation(files) if figure == "operation_us" else []
     if as_json:
-        click.echo(json.dumps([vars(fit) for fit in (*clock, *host)], indent=2))
-        return
-    for fit in clock:
-        residual = 100 * (fit.at_full_clock_ms / fit.measured_ms - 1)
-        click.echo(
-            f"{fit.source}, {fit.hardware}: {fit.layout}: {fit.measured_ms:.2f} ms measured, "
-            f"{fit.at_full_clock_ms:.2f} at full clock ({residual:+.1f} %), training_clock_ratio {fit.ratio}"
-        )
-    for found in host:
-        click.echo(
-            f"{found.source}, {found.hardware}: {found.rows} launch-bound rows, median error without the host "
-            f"{found.median_error_pct_without:+.1f} %, operation_us {found.operation_us}"
-        )
+        click.echo(json.dumps([_document(fit) for fit in fits], indent=1, allow_nan=False))
+    else:
+        for fit in fits:
+            _print(fit)
+    sys.exit(1 if any(fit.differs for fit in fits) else 0)
 
 
 def _print_contention(paths: Sequence[Path], as_json: bool) -> None:

@@ -139,6 +139,9 @@ class HostFigures:
     operation_us: float = 0.0
     """Time the framework takes on the host for one lowered operation, all its launches and Python together; 0 leaves
     the host out."""
+    resume_us: float = 0.0
+    """Time from the end of a transfer between stages that the host waits for to the first kernel behind it: return from
+    the wait, the framework's step function, the first launches."""
     link_gb_per_s: float = 0.0
     """Between a GPU and the memory of its host (PCIe, NVLink-C2C), each direction, nominal; 0 where it is not known."""
     to_device_efficiency: float = 1.0

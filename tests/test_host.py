@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from op_graphs.vocabulary import Stream
+from op_graphs.vocabulary import OpKind, Stream
 from tests.graphs import graph_of
-from tracesim.host import execute_with_host
+from tracesim.host import HostTimes, execute_with_host, host_times
 from tracesim.scenario import load_scenario
 from tracesim.simulation import simulate
 
@@ -36,13 +36,15 @@ def row_of(count: int, segments: int = 1):
 )
 def test_a_segment_takes_its_kernels_or_its_launches(kernel, launch, expected):
     graph = row_of(5)
-    run = execute_with_host(graph, np.full(5, kernel), operation_ns=launch)
+    run = execute_with_host(graph, np.full(5, kernel), host=HostTimes(launch))
     assert int(run.end.max()) == expected
 
 
 @given(st.integers(1, 9), st.integers(1, 6), st.integers(0, 50), st.integers(0, 50))
 def test_segments_follow_each_other_and_the_host_keeps_up_between_them(count, segments, kernel, launch):
-    run = execute_with_host(row_of(count, segments), np.full(count * segments, kernel), operation_ns=launch)
+    run = execute_with_host(
+        row_of(count, segments), np.full(count * segments, kernel), host=HostTimes(launch)
+    )
     assert int(run.end.max()) == segments * max(count * kernel, (count - 1) * launch + kernel)
 
 
@@ -51,8 +53,59 @@ def test_gathers_and_reductions_of_data_parallelism_are_launched_by_hooks_ahead_
         [{"stream": Stream.COMPUTE, "after": [2]}, {"stream": Stream.COMPUTE}, {"stream": Stream.DP}],
         [(0, 3, 0)],
     )
-    run = execute_with_host(graph, np.array([10, 10, 5]), operation_ns=100)
+    run = execute_with_host(graph, np.array([10, 10, 5]), host=HostTimes(100))
     assert run.start.tolist() == [5, 105, 0]
+
+
+def test_launches_count_from_what_the_host_waits_for():
+    rows = [{"stream": Stream.COMPUTE, "kind": OpKind.HOST if row == 2 else OpKind.NORM} for row in range(5)]
+    run = execute_with_host(graph_of(rows, [(0, 5, 0)]), np.array([50, 5, 0, 5, 5]), host=HostTimes(20))
+    # The host is ahead until it waits at 55; the next two are launched 20 and 40 later.
+    assert run.start.tolist() == [0, 50, 55, 75, 95]
+
+
+def test_an_action_resumes_after_a_transfer_that_the_host_waits_for():
+    graph = graph_of(
+        [
+            {"stream": Stream.PP_RECEIVE_PREVIOUS},
+            {"stream": Stream.COMPUTE, "after": [0]},
+            {"stream": Stream.COMPUTE},
+            {"stream": Stream.PP_SEND_NEXT, "after": [2]},
+        ],
+        [(1, 3, 0)],
+    )
+    durations = np.array([7, 10, 10, 7])
+    assert execute_with_host(graph, durations, host=HostTimes()).start.tolist() == [0, 7, 17, 27]
+    run = execute_with_host(graph, durations, host=HostTimes(resume_ns=100))
+    # Only compute behind a transfer waits, not a transfer behind compute.
+    assert run.start.tolist() == [0, 107, 117, 127]
+    both = execute_with_host(graph, durations, host=HostTimes(operation_ns=30, resume_ns=100))
+    assert both.start.tolist() == [0, 107, 137, 147]
+
+
+def test_each_action_of_a_blocking_pipeline_resumes_once():
+    def iteration_us(microbatches: int, resume_us: float, p2p: bool = False) -> float:
+        mapping = {
+            "model": "gpt3-125m",
+            "hardware": "a100-sxm-80g",
+            "parallel": {"pp": 4},
+            "training": {"seq_len": 1024, "num_microbatches": microbatches},
+            "schedule": "1f1b",
+            "overlap": {"p2p": p2p},
+        }
+        scenario = load_scenario(mapping)
+        # Launches hide nothing here: the transfers decide when an action starts.
+        host = replace(scenario.hardware.host, operation_us=0.0, resume_us=resume_us)
+        changed = replace(scenario, hardware=replace(scenario.hardware, host=host))
+        assert host_times(changed).resume_ns == (0 if p2p else round(1e3 * resume_us))
+        return 1e3 * float(simulate(changed).report["iteration_time_ms"])
+
+    def added(microbatches: int) -> float:
+        return (iteration_us(microbatches, 50_000.0) - iteration_us(microbatches, 0.0)) / 50_000.0
+
+    # In the steady state a stage in the middle resumes before its forward and before its backward.
+    assert (added(24) - added(12)) / 12 == pytest.approx(2, abs=0.1)
+    assert iteration_us(6, 5000.0, p2p=True) == iteration_us(6, 0.0, p2p=True)
 
 
 def test_a_small_model_is_bound_by_its_launches_and_a_large_one_is_not():

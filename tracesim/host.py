@@ -5,68 +5,113 @@ the autograd node, and all launches the operation stands for. The host launches 
 or backward of one microbatch) one after another in program order, beginning when the first of them starts; between
 actions it keeps up. Small kernels, short sequences and many tensor-parallel ranks make a step host-bound.
 
+Where the host waits for the device, it loses its lead:
+
+- Transfers between stages that are not overlapped: Megatron-LM synchronises the device after each batch of them, so the
+  next action begins ``host.resume_us`` later, with the return from the wait, the step function, and the first launches.
+- Operations of kind ``HOST`` inside an action (the token counts of experts): what follows is launched from their end.
+
 Left out: the lead a host builds up over a slow backward pass and spends in the next forward pass, the bounded launch
-queue, device synchronisations, and CUDA graphs. Gradient reductions and weight gathers are launched by hooks ahead of
-time and do not wait.
+queue, and CUDA graphs. Gradient reductions and weight gathers are launched by hooks ahead of time and do not wait.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from op_graphs.columns import Int64
 from op_graphs.graph import OpGraph
-from op_graphs.vocabulary import Stream
+from op_graphs.overlap.registry import TRANSFERS
+from op_graphs.vocabulary import OpKind, Stream
 
 from .engine import Execution, execute
+from .scenario import Scenario
+
+_TRANSFERS = (
+    Stream.PP_RECEIVE_PREVIOUS,
+    Stream.PP_SEND_NEXT,
+    Stream.PP_RECEIVE_NEXT,
+    Stream.PP_SEND_PREVIOUS,
+)
 
 
-def execute_with_host(
-    graph: OpGraph, durations: Int64, *, gap_ns: int = 0, operation_ns: int = 0
-) -> Execution:
+@dataclass(frozen=True)
+class HostTimes:
+    """What the host takes, in nanoseconds; 0 leaves that part of it out."""
+
+    operation_ns: int = 0
+    """Launching one lowered operation."""
+    resume_ns: int = 0
+    """From the end of a transfer between stages that the host waits for to the start of the action behind it."""
+
+
+def host_times(scenario: Scenario) -> HostTimes:
+    """What the host of a scenario takes; it waits for transfers between stages where they are not overlapped."""
+    host = scenario.hardware.host
+    waits = TRANSFERS.chosen(scenario.overlap.p2p).host_waits
+    return HostTimes(round(host.operation_us * 1e3), round(host.resume_us * 1e3) if waits else 0)
+
+
+def execute_with_host(graph: OpGraph, durations: Int64, *, gap_ns: int = 0, host: HostTimes) -> Execution:
     """Run a graph (:func:`tracesim.engine.execute`), no operation before its launch.
 
     Raises:
         SimulationError: if operations are left that wait for each other.
     """
-    launched, lags = with_launches(graph, durations, operation_ns)
+    launched, lags = with_launches(graph, durations, host)
     return execute(launched, durations, gap_ns=gap_ns, lags=lags)
 
 
-def with_launches(graph: OpGraph, durations: Int64, operation_ns: int) -> tuple[OpGraph, Int64 | None]:
-    """The graph with an edge from the first operation of each segment to every other one, and the lags of all edges.
+def with_launches(graph: OpGraph, durations: Int64, host: HostTimes) -> tuple[OpGraph, Int64 | None]:
+    """The graph with an edge to every operation from what its launch counts from, and the lags of all edges.
 
     Args:
         graph: what runs.
         durations: nanoseconds of each operation.
-        operation_ns: what launching one operation takes the host; 0 leaves the graph as it is.
+        host: what the host takes.
 
     Returns:
         The graph, and for :func:`tracesim.engine.execute` the lag of each of its dependencies: the time from the end of
-        the segment's first operation to the launch of the other, negative where that lies before. None without edges.
+        the operation that a launch counts from to the launch, negative where that lies before. None without lags.
     """
-    if operation_ns <= 0 or not len(graph.segments):
+    if host == HostTimes() or not len(graph.segments):
         return graph, None
-    targets, sources, launched = _launches(graph, operation_ns)
     count = len(graph.operations)
-    rows = np.concatenate([np.repeat(np.arange(count), np.diff(graph.dependency_offsets)), targets])
+    targets = np.repeat(np.arange(count), np.diff(graph.dependency_offsets))
+    stream = graph.operations.stream
+    resumes = np.isin(stream[graph.dependencies], _TRANSFERS) & ~np.isin(stream[targets], _TRANSFERS)
+    lags = np.where(resumes, host.resume_ns, 0)
+    if not host.operation_ns:
+        return graph, lags.astype(np.int64)
+    launched, sources, launches = _launches(graph, durations, host.operation_ns)
+    rows = np.concatenate([targets, launched])
     dependencies = np.concatenate([graph.dependencies, sources])
-    lags = np.concatenate([np.zeros(len(graph.dependencies), dtype=np.int64), launched - durations[sources]])
+    lags = np.concatenate([lags, launches])
     order = np.argsort(rows, kind="stable")
     offsets = np.zeros(count + 1, dtype=np.int64)
     np.cumsum(np.bincount(rows, minlength=count), out=offsets[1:])
-    return replace(graph, dependency_offsets=offsets, dependencies=dependencies[order]), lags[order]
+    changed = replace(graph, dependency_offsets=offsets, dependencies=dependencies[order])
+    return changed, lags[order].astype(np.int64)
 
 
-def _launches(graph: OpGraph, operation_ns: int) -> tuple[Int64, Int64, Int64]:
-    """Rows that wait for their launch, the first row of their segment, and the time from its start to the launch."""
+def _launches(graph: OpGraph, durations: Int64, operation_ns: int) -> tuple[Int64, Int64, Int64]:
+    """Rows that wait for their launch, the row it counts from, and the time from that row's end to the launch.
+
+    Launches count from the start of the first operation of a segment, and from the end of one that the host waits for.
+    """
     segments = graph.segments
     lengths = segments.end - segments.begin
     first = np.repeat(segments.begin, lengths)
     ends = np.cumsum(lengths)
-    within = np.arange(int(ends[-1])) - np.repeat(ends - lengths, lengths)
-    rows = first + within
-    waits = (within > 0) & (graph.operations.stream[rows] != Stream.DP)
-    return rows[waits], first[waits], within[waits] * operation_ns
+    rows = first + np.arange(int(ends[-1])) - np.repeat(ends - lengths, lengths)
+    blocking = graph.operations.kind[rows] == OpKind.HOST
+    # The last blocking row before each row; where there is none in its segment, the first row of the segment.
+    last = np.maximum.accumulate(np.where(blocking, rows, -1))
+    before = np.concatenate([[-1], last[:-1]])
+    restarted = before >= first
+    source = np.where(restarted, before, first)
+    ahead = np.where(restarted, 0, durations[source])
+    waits = (rows > first) & (graph.operations.stream[rows] != Stream.DP)
+    return rows[waits], source[waits], ((rows - source) * operation_ns - ahead)[waits]

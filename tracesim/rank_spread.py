@@ -13,7 +13,7 @@ from op_graphs.imbalance import Level, stage_loads
 
 from .cost import CostModel
 from .engine import Execution
-from .host import execute_with_host
+from .host import execute_with_host, host_times
 from .lowering import lower_scenario
 from .memory.curves import MemoryCurve, memory_curve
 from .report import RankSpread, breakdown
@@ -39,7 +39,7 @@ def rank_spread(
         if level != "most":
             other = lower_scenario(scenario, level)
             run = execute_with_host(
-                other, costs.durations_ns(other), gap_ns=costs.gap_ns, operation_ns=costs.operation_ns
+                other, costs.durations_ns(other), gap_ns=costs.gap_ns, host=host_times(scenario)
             )
             curves = [memory_curve(other, run, stage) for stage in range(stages)]
         for stage in range(stages):

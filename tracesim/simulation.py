@@ -19,7 +19,7 @@ from .cost.contention import sharing_policy
 from .engine import Execution
 from .errors import ScenarioError
 from .exposed import ExposedCommunication, affordable_reruns, describe_classes, exposed_in_simulation
-from .host import execute_with_host, with_launches
+from .host import execute_with_host, host_times, with_launches
 from .lowering import lower_scenario
 from .memory import AllocatorUsage
 from .memory.curves import MemoryCurve, memory_curve, reserved_memory
@@ -112,13 +112,25 @@ def simulate(scenario: Scenario) -> Simulation:
     return Simulation(scenario, graph, execution)
 
 
+def iteration_ms(scenario: Scenario) -> float:
+    """Iteration time alone, without memory and report.
+
+    Raises:
+        ScheduleError, SimulationError: as :func:`simulate`.
+    """
+    graph = lower_scenario(scenario)
+    costs = CostModel(scenario.hardware)
+    return float(_execute(scenario, graph, costs, costs.durations_ns(graph)).end.max()) / 1e6
+
+
 def _execute(scenario: Scenario, graph: OpGraph, costs: CostModel, durations: Int64) -> Execution:
     """Run a graph; with contention where the scenario asks for it."""
+    host = host_times(scenario)
     if scenario.overlap.contention:
         sharing = sharing_policy(costs, graph, durations)
-        launched, lags = with_launches(graph, durations, costs.operation_ns)
+        launched, lags = with_launches(graph, durations, host)
         return execute(launched, durations, gap_ns=costs.gap_ns, lags=lags, sharing=sharing)
-    return execute_with_host(graph, durations, gap_ns=costs.gap_ns, operation_ns=costs.operation_ns)
+    return execute_with_host(graph, durations, gap_ns=costs.gap_ns, host=host)
 
 
 def _check_memory(graph: OpGraph, execution: Execution) -> None:

@@ -84,6 +84,9 @@ class RankTransfers:
 class TransferPlacement(OverlapPolicy):
     """When activations and gradients travel between pipeline stages."""
 
+    host_waits: ClassVar[bool] = False
+    """Whether the framework's host waits for the device after each batch of transfers, and launches late behind it."""
+
     @abstractmethod
     def behind(self, transfers: RankTransfers, *, is_send: bool, awaited: bool) -> Sequence[int]:
         """Rows behind which a transfer is posted, beside what makes the data it sends.

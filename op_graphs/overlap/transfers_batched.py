@@ -21,6 +21,8 @@ class TransfersBatched(TransferPlacement):
     )
     follows = "Megatron-LM batch_isend_irecv (batch_p2p_comm) without --overlap-p2p-communication"
 
+    host_waits = True
+
     def behind(self, transfers: RankTransfers, *, is_send: bool, awaited: bool) -> Sequence[int]:
         """Behind the last compute and the batch before."""
         return (*transfers.compute_ends[-1:], *transfers.batch) if is_send or awaited else ()

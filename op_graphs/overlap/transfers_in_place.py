@@ -18,6 +18,8 @@ class TransfersInPlace(TransferPlacement):
     beside = "nothing on the sender: a send holds up the compute behind it for as long as it transfers"
     follows = "Megatron-LM without --overlap-p2p-communication, if the other side is always ready"
 
+    host_waits = True
+
     def behind(self, transfers: RankTransfers, *, is_send: bool, awaited: bool) -> Sequence[int]:
         """Nothing more."""
         return ()

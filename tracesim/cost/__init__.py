@@ -51,11 +51,6 @@ class CostModel:
         """Idle time between two kernels queued back to back; part of no duration."""
         return self.compute.gap_ns
 
-    @property
-    def operation_ns(self) -> int:
-        """Time the framework takes on the host to launch one operation; part of no duration."""
-        return round(self.profile.host.operation_us * 1e3)
-
     def durations_ns(self, graph: OpGraph) -> Int64:
         """Duration of every row, compute and communication, in nanoseconds.
 
