@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from benchmarks.comparing import trace_comparison
 from benchmarks.reading import kineto_reading
 from exporters import write_perfetto
 from op_graphs.columns import StringTable
@@ -105,6 +106,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "perfetto_export": perfetto_export,
     "large_model_step": large_model_step,
     "kineto_reading": kineto_reading,
+    "trace_comparison": trace_comparison,
 }
 
 

@@ -81,7 +81,7 @@ class _Threads:
         self.chosen = self._outermost_of_few()
         thread = self.thread_of_track[slices.track[rows]]
         both = np.concatenate((start, end)), np.concatenate((thread, thread))
-        self.edges = [np.unique(both[0][both[1] == t]) for t in range(self.count)]
+        self.edges = [np.sort(both[0][both[1] == t]) for t in range(self.count)]
 
     def _launches(self, rank: int) -> None:
         """Threads and times of all launches of the rank, and of the launch of each kernel in order of start."""

@@ -12,7 +12,7 @@ from op_graphs.vocabulary import OpKind
 from tracesim.diff.layouts import COMMUNICATION, Layout
 from tracesim.diff.likeness import most_alike
 from tracesim.diff.operations import DISTINCT, Operations, Similarity, keys, structure_keys
-from tracesim.diff.sequences import Float32, Gaps, Score, align
+from tracesim.diff.sequences import Gaps, Score, align
 
 PRIMARY, MOVED, PIECE = 0, 1, 2
 """How two slices match: in order, out of order, or as a further piece of an operation that is matched."""
@@ -99,14 +99,7 @@ class Matcher:
             place_a, place_b = np.zeros(len(a), dtype=np.int64), np.zeros(len(b), dtype=np.int64)
             place_a[left_a], place_b[left_b] = np.arange(len(left_a)), np.arange(len(left_b))
 
-            def score(i: Int64, j: Int64) -> Float32:
-                at_a, at_b = place_a[i], place_b[j]
-                found = similarity.score(at_a, at_b)
-                return (
-                    found if most_off is None else np.where(similarity.off(at_a, at_b) > most_off, 0, found)
-                )
-
-            return score
+            return lambda i, j: similarity.score(place_a[i], place_b[j], most_off)
 
         return prepare
 

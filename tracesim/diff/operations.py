@@ -421,23 +421,22 @@ class Similarity:
         result: Float32 = np.where(kinds > 0, found - least, np.float32(-2)).astype(np.float32)
         return result
 
-    def off(self, a: Int64, b: Int64) -> Float32:
-        """By what factor durations differ from what is expected, as a logarithm of at least 0; broadcasts."""
-        return np.asarray(np.abs(self.logarithms[0][a] - self.logarithms[1][b]), dtype=np.float32)
-
-    def score(self, a: Int64, b: Int64) -> Float32:
+    def score(self, a: Int64, b: Int64, most_off: float) -> Float32:
         """By how much elements are more alike than they have to be, by their position in ``rows``; broadcasts.
 
-        0 where they cannot be the same. What is above the least is what counts, so that an alignment prefers one good
-        match to two poor ones.
+        0 where they cannot be the same, and where durations are off from what is expected by a factor whose logarithm
+        is above ``most_off``. What is above the least is what counts, so that an alignment prefers one good match to
+        two poor ones.
         """
+        off = np.abs(self.logarithms[0][a] - self.logarithms[1][b])
         found: Float32 = self.table[self.type_a[a], self.type_b[b]]
-        found = found + self.weights["duration"] * np.exp(-self.off(a, b))
+        found = found + self.weights["duration"] * np.exp(-off)
         for weight, places_a, places_b in self.places:
             first, second = places_a[a], places_b[b]
             told = (first >= 0) & (second >= 0)
             found = found + weight * np.where(told, first == second, np.float32(0.5))
-        return np.asarray(np.where(found >= 0, found + _ANY_MATCH, 0), dtype=np.float32)
+        alike = (found >= 0) & (off <= np.float32(most_off))
+        return np.asarray(np.where(alike, found + _ANY_MATCH, np.float32(0)), dtype=np.float32)
 
 
 def _distinct(side: Operations, rows: Int64, columns: Sequence[str]) -> tuple[Int64, Int64]:
