@@ -1,33 +1,28 @@
 """A scenario file from a measured trace: what its operators, process groups and device tell, and what they do not.
 
-Dimensions come from the shapes of linear layers and attention among the host's operators (``record_shapes=True`` of the
-profiler), degrees from process groups whose names tell their dimension. Everything else is left at its default and said
-to be unknown. Inside backward nodes nothing counts as forward; what repeats there is recompute.
+Dimensions come from the shapes of products and attention among the host's operators (``record_shapes=True`` of the
+profiler), degrees from process groups whose names tell their dimension, sharding from the transfers that are made,
+microbatches and recompute from what repeats. A trace that tracesim simulated holds its scenario. Everything else is
+left at its default and said to be unknown.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-import numpy as np
-
-from hardware_profiles import profile_for_device
+from hardware_profiles import list_profiles
 from op_graphs.timeline import Timeline
-from op_graphs.vocabulary import Dimension, TrackRole
-from tracesim.analysis import group_dimension
 from tracesim.errors import TraceError
-from tracesim.readers.nesting import Nesting
+from tracesim.suggest_plan import suggest_parallel
+from tracesim.suggest_shapes import Pair, Shapes, collect_shapes
 
-_BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
-_ATTENTION = re.compile(r"scaled_dot_product_attention$|_scaled_dot_product_\w*attention$")
-_NAMES = re.compile(r"^aten::(linear|embedding)$|" + _ATTENTION.pattern)
 _TYPES = {"c10::BFloat16": "bf16", "c10::Half": "fp16", "float": "fp32"}
-_DEGREES = {Dimension.TP: "tp", Dimension.CP: "cp", Dimension.PP: "pp", Dimension.EP: "ep"}
+_SAME = 0.9
+"""Share of the forward's products that must run again to be called all of them."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +31,6 @@ class Suggestion:
 
     text: str
     unknown: tuple[str, ...]
-
-
-@dataclass
-class _Shapes:
-    """What the operators of one step of one rank show, forward only."""
-
-    linear: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Calls by (input, output) features."""
-    bias: Counter[tuple[int, int]] = field(default_factory=Counter)
-    tokens: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Calls by (batch, sequence) of linear inputs."""
-    attention: Counter[tuple[int, int, int]] = field(default_factory=Counter)
-    """Calls by (heads, key-value heads, head size)."""
-    embedding: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Calls by (rows, features) of tables."""
-    types: Counter[str] = field(default_factory=Counter)
-    recomputed: int = 0
-    """Linear layers that run inside backward nodes."""
-    steps: int = 1
 
 
 def suggest_scenario(timeline: Timeline) -> Suggestion:
@@ -66,84 +42,200 @@ def suggest_scenario(timeline: Timeline) -> Suggestion:
     Raises:
         TraceError: if no operator of the trace has shapes from which a transformer's dimensions follow.
     """
-    shapes = _collect(timeline)
-    degrees, unknown = _degrees(timeline)
-    model, of_model = _model(shapes, degrees.get("tp", 1))
-    unknown += of_model
-    training, of_training = _training(shapes, model)
-    unknown += of_training
-    lines = [f"# Suggested from {timeline.name or 'a trace'}. What the trace does not tell:"]
-    hardware = profile_for_device(timeline.device)
+    simulated = timeline.properties.get("scenario")
+    if simulated:
+        return Suggestion(
+            f"# The scenario that {timeline.name or 'the trace'} was simulated from.\n{simulated}", ()
+        )
+    layer = _Layer(collect_shapes(timeline))
+    layers, unknown = layer.layers()
+    degrees, of_plan = suggest_parallel(timeline, layers)
+    pp = int(degrees.get("pp", 1))
+    if pp > 1:
+        unknown.append(f"model.layers: this rank runs {layers}; as many are assumed on each of {pp} stages")
+    model, of_model = layer.model(int(degrees.get("tp", 1)), layers * pp)
+    training, of_training = layer.training(layers)
+    unknown += [*of_plan, *of_model, *of_training]
+    hardware = _hardware(timeline.device)
     if not hardware:
         unknown.append(f"hardware: no profile is known for {timeline.device or 'a device without a name'}")
+    lines = [f"# Suggested from {timeline.name or 'a trace'}. What the trace does not tell:"]
     lines += [f"# - {text}" for text in unknown]
     lines += [
-        f"model: {{{', '.join(f'{key}: {_yaml(value)}' for key, value in model.items())}}}",
+        f"model: {_yaml(model)}",
         f"hardware: {hardware or 'h100-sxm'}",
-        f"parallel: {{{', '.join(f'{key}: {value}' for key, value in degrees.items())}}}",
-        f"training: {{{', '.join(f'{key}: {value}' for key, value in training.items())}}}",
+        f"parallel: {_yaml(degrees)}",
+        f"training: {_yaml(training)}",
     ]
     return Suggestion("\n".join(lines) + "\n", tuple(unknown))
 
 
 def _yaml(value: object) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_yaml(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_yaml, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _collect(timeline: Timeline) -> _Shapes:
-    shapes = _Shapes()
-    rank = 0
-    mine = timeline.tracks.rank == rank
-    host = mine & (timeline.tracks.role == TrackRole.HOST)
-    slices = timeline.slices
-    rows = np.flatnonzero(host[slices.track])
-    nesting = Nesting.build(slices.track[rows], slices.start[rows], (slices.start + slices.duration)[rows])
-    ordered = rows[nesting.order]
-    backward = np.array([bool(_BACKWARD.search(name)) for name in timeline.strings], dtype=np.bool_)
-    inside = nesting.nearest_marked(backward[slices.name[ordered]]) >= 0
-    steps = int((timeline.steps.rank == rank).sum())
-    shapes.steps = max(steps, 1)
-    for row, late in zip(ordered.tolist(), inside.tolist(), strict=True):
-        name = timeline.string(int(slices.name[row]))
-        if not _NAMES.search(name):
-            continue
-        dims, types = _arguments(timeline, row)
-        if name == "aten::linear" and late:
-            shapes.recomputed += 1
-        elif not late:
-            _count(shapes, name, dims, types)
-    return shapes
+class _Layer:
+    """What repeats in the shapes of a rank."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self.hidden = _hidden_size(shapes)
+        looked_up = [n for (_, width), n in shapes.embedding.items() if width == self.hidden]
+        passes = max(looked_up, default=0) or shapes.microbatches * shapes.steps
+        self.passes = max(passes, shapes.steps)
+        """Forward passes that the trace shows, over all steps."""
+        self.heads, self.kv_heads, self.head_size = self._heads()
+        self.experts, self.top_k = self._router()
+        back = {
+            inner: count
+            for (inner, outer), count in shapes.linear.items()
+            if outer == self.hidden and inner not in (self.hidden, self.heads * self.head_size)
+        }
+        self.ffn = max(back, key=lambda size: (back[size] * size, size), default=0)
+        if not self.ffn:
+            raise TraceError(
+                "no scenario can be suggested: no linear layer leads from a wider size back to the hidden size "
+                f"{self.hidden}. A model of experts in grouped kernels does not show its sizes; write the scenario "
+                "by hand."
+            )
+        self.back = back[self.ffn]
+
+    def _heads(self) -> tuple[int, int, int]:
+        """Heads, key-value heads and head size; zeros where attention shows no shapes."""
+        shapes = self.shapes
+        if shapes.attention:
+            return shapes.attention.most_common(1)[0][0]
+        if not shapes.scores:
+            return 0, 0, 0
+        both, sequence, size = shapes.scores.most_common(1)[0][0]
+        pairs = (shapes.indices or shapes.tokens).most_common(1)
+        batch = next((x * y // sequence for (x, y), _ in pairs if sequence in (x, y)), 1)
+        heads = max(both // max(batch, 1), 1)
+        # Keys and values come from products of their own, or with the queries from one.
+        outputs = {outer for (inner, outer) in shapes.linear if inner == self.hidden and outer % size == 0}
+        of_kv = [n // size for n in outputs if n < heads * size]
+        fused = [(n // size - heads) // 2 for n in outputs if heads * size < n < 3 * heads * size]
+        kv_heads = max((n for n in (*of_kv, *fused) if n and heads % n == 0), default=heads)
+        return heads, kv_heads, size
+
+    def _router(self) -> tuple[int, int]:
+        """Experts that a product leads to and a top-k chooses from, and how many it chooses; zeros without."""
+        choices = {
+            key: n for key, n in self.shapes.choices.items() if self.shapes.linear[self.hidden, key[0]]
+        }
+        return max(choices, key=lambda key: (choices[key], key), default=(0, 0))
+
+    def layers(self) -> tuple[int, list[str]]:
+        """Layers that the rank runs, by what each has once."""
+        if self.shapes.attention or self.shapes.scores:
+            count = (self.shapes.attention or self.shapes.scores).most_common(1)[0][1]
+        elif self.experts:
+            count = self.shapes.linear[self.hidden, self.experts]
+        else:
+            count = self.back
+        unknown = []
+        if (
+            not self.shapes.attention
+            and not self.shapes.scores
+            and not any(width == self.hidden for _, width in self.shapes.embedding)
+        ):
+            unknown.append(
+                "model: neither attention nor an embedding is shown; this may be no transformer at all"
+            )
+        if count % self.passes:
+            unknown.append(f"model.layers: {count} calls in {self.passes} forward passes; rounded")
+        return max(round(count / self.passes), 1), unknown
+
+    def model(self, tp: int, layers: int) -> tuple[dict[str, Any], list[str]]:
+        """Fields of ``model``."""
+        shapes, hidden, ffn = self.shapes, self.hidden, self.ffn
+        unknown = []
+        heads, kv_heads, head_size = self.heads * tp, self.kv_heads * tp, self.head_size
+        if not heads:
+            unknown.append("heads: no attention operator has shapes; a head size of 128 is assumed")
+            heads = kv_heads = max(hidden // 128, 1)
+            head_size = min(128, hidden)
+        elif not shapes.attention:
+            unknown.append(
+                "kv_heads: attention is unfused; taken from the products that lead to keys and values"
+            )
+        gated = shapes.linear[hidden, ffn] >= 2 * self.back or (hidden, 2 * ffn) in shapes.linear
+        model: dict[str, Any] = {
+            "hidden_size": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": head_size, "ffn_size": ffn * tp,
+            "layers": layers, "activation": "swiglu" if gated else "gelu",
+        }  # fmt: skip
+        rows = max((rows for rows, width in shapes.embedding if width == hidden), default=0)
+        if not rows:
+            unknown.append("vocab_size: no embedding of the hidden size is shown; 32000 is assumed")
+        model["vocab_size"] = rows * tp or 32_000
+        if self.heads and shapes.bias[hidden, self.heads * self.head_size]:
+            model["qkv_bias"] = True
+        if self.experts:
+            model["moe"] = {"experts": self.experts, "top_k": self.top_k or 1, "expert_ffn_size": ffn * tp}
+            unknown.append("moe: shared experts and dense layers among those of experts; none are assumed")
+            if not self.top_k:
+                unknown.append("moe.top_k: the trace does not record how many are chosen; 1 is assumed")
+        unknown += [
+            f"activation: {'gated; whether by SiLU or GELU' if gated else 'not gated; which function'}",
+            "norm, positions, tied_embeddings: operators do not tell; the defaults are used",
+        ]
+        return model, unknown
+
+    def training(self, layers: int) -> tuple[dict[str, Any], list[str]]:
+        """Fields of ``training``."""
+        shapes = self.shapes
+        training: dict[str, Any] = {}
+        unknown = []
+        of_inputs = (shapes.indices or shapes.tokens).most_common(1)
+        if of_inputs:
+            batch, sequence = of_inputs[0][0]
+            training |= {"micro_batch_size": batch, "seq_len": sequence}
+            unknown.append(f"order of micro_batch_size and seq_len: inputs are [{batch}, {sequence}, ...]")
+        else:
+            unknown.append(
+                "micro_batch_size and seq_len: linear inputs have no three dimensions; the defaults are used"
+            )
+        training["num_microbatches"] = max(round(self.passes / shapes.steps), 1)
+        known = [name for name, _ in shapes.types.most_common() if name in _TYPES]
+        if known:
+            training["dtype"] = _TYPES[known[0]]
+        recompute, of_recompute = self._recompute(layers)
+        if recompute:
+            training["recompute"] = recompute
+        return training, unknown + of_recompute
+
+    def _recompute(self, layers: int) -> tuple[Any, list[str]]:
+        """What of a layer runs again inside the backward pass."""
+        shapes = self.shapes
+        vocabulary = {rows for rows, width in shapes.embedding if width == self.hidden}
+        forward: Counter[Pair] = Counter(
+            {
+                key: n
+                for key, n in shapes.linear.items()
+                if not (key[0] == self.hidden and key[1] in vocabulary)
+            }
+        )
+        again = Counter({key: min(n, forward[key]) for key, n in shapes.again.items() if forward[key]})
+        if not again:
+            return ({"modules": ["core_attn"]} if shapes.attention_again else None), []
+        shares = {key: again[key] / n for key, n in forward.items()}
+        if min(shares.values()) >= _SAME:
+            return "full", []
+        of_mlp = {key for key in forward if self.ffn in key or 2 * self.ffn in key}
+        if set(again) <= of_mlp and not shapes.attention_again:
+            return {"modules": ["mlp"]}, []
+        kept = {round(share * layers) for share in shares.values()}
+        if len(kept) == 1 and 0 < (number := kept.pop()) < layers:
+            return {"layers": number, "method": "block"}, []
+        total, forward_total = sum(shapes.again.values()), sum(shapes.linear.values())
+        return None, [f"recompute: {total} of {forward_total} linear layers run again in the backward pass"]
 
 
-def _arguments(timeline: Timeline, row: int) -> tuple[list[Any], list[Any]]:
-    if timeline.origins is None:
-        return [], []
-    try:
-        arguments = msgspec.json.decode(timeline.origins.arguments(row) or b"{}")
-    except msgspec.DecodeError:
-        return [], []
-    dims, types = arguments.get("Input Dims"), arguments.get("Input type")
-    return (dims if isinstance(dims, list) else []), (types if isinstance(types, list) else [])
-
-
-def _count(shapes: _Shapes, name: str, dims: Sequence[Any], types: Sequence[Any]) -> None:
-    sizes = [tuple(d) for d in dims if isinstance(d, list) and all(isinstance(x, int) for x in d)]
-    if name == "aten::linear" and len(sizes) >= 2 and len(sizes[1]) == 2 and sizes[0]:
-        key = (sizes[1][1], sizes[1][0])
-        shapes.linear[key] += 1
-        if len(sizes) > 2 and sizes[2]:
-            shapes.bias[key] += 1
-        if len(sizes[0]) == 3:
-            shapes.tokens[sizes[0][:2]] += 1
-        if types:
-            shapes.types[str(types[0])] += 1
-    elif name == "aten::embedding" and sizes and len(sizes[0]) == 2:
-        shapes.embedding[sizes[0]] += 1
-    elif _ATTENTION.search(name) and len(sizes) >= 2 and len(sizes[0]) == len(sizes[1]) == 4:
-        shapes.attention[sizes[0][1], sizes[1][1], sizes[0][3]] += 1
-
-
-def _hidden_size(shapes: _Shapes) -> int:
+def _hidden_size(shapes: Shapes) -> int:
     """The features that most products begin or end with, among those that some product leads back to."""
     weight: Counter[int] = Counter()
     for (inner, outer), count in shapes.linear.items():
@@ -158,94 +250,13 @@ def _hidden_size(shapes: _Shapes) -> int:
     return min(weight, key=lambda size: (-weight[size], size))
 
 
-def _model(shapes: _Shapes, tp: int) -> tuple[dict[str, Any], list[str]]:
-    hidden = _hidden_size(shapes)
-    unknown = []
-    model: dict[str, Any] = {"hidden_size": hidden}
-    heads, kv_heads, head_size = 0, 0, 0
-    if shapes.attention:
-        heads, kv_heads, head_size = shapes.attention.most_common(1)[0][0]
-        model |= {"heads": heads * tp, "kv_heads": kv_heads * tp, "head_size": head_size}
-    else:
-        unknown.append("heads: no attention operator has shapes; a head size of 128 is assumed")
-        model |= {
-            "heads": max(hidden // 128, 1),
-            "kv_heads": max(hidden // 128, 1),
-            "head_size": min(128, hidden),
-        }
-    back = {
-        inner: count
-        for (inner, outer), count in shapes.linear.items()
-        if outer == hidden and inner not in (hidden, heads * head_size)
-    }
-    ffn = max(back, key=lambda size: (back[size] * size, size), default=0)
-    if not ffn:
-        raise TraceError(
-            f"no scenario can be suggested: no linear layer leads from a wider size back to the hidden size {hidden}. "
-            "A model of experts in grouped kernels does not show its sizes; write the scenario by hand."
-        )
-    microbatches = max((n for (_, width), n in shapes.embedding.items() if width == hidden), default=1)
-    gated = shapes.linear[hidden, ffn] >= 2 * back[ffn] or (hidden, 2 * ffn) in shapes.linear
-    model |= {"ffn_size": ffn * tp, "layers": max(round(back[ffn] / max(microbatches, shapes.steps)), 1)}
-    model["activation"] = "swiglu" if gated else "gelu"
-    rows = max((rows for rows, width in shapes.embedding if width == hidden), default=0)
-    if rows:
-        model["vocab_size"] = rows * tp
-    else:
-        unknown.append("vocab_size: no embedding of the hidden size is shown; 32000 is assumed")
-        model["vocab_size"] = 32_000
-    if heads and shapes.bias[hidden, heads * head_size]:
-        model["qkv_bias"] = True
-    unknown += [
-        f"activation: {'gated; whether by SiLU or GELU' if gated else 'not gated; which function'}",
-        "norm, positions, tied_embeddings: operators do not tell; the defaults are used",
-    ]
-    return model, unknown
+def _hardware(device: str) -> str:
+    """The installed profile whose name begins with a word of the device's name, the SXM form first."""
+    words = set(_words(device))
+    fitting = [name for name in list_profiles() if name.partition("-")[0] in words]
+    return min(fitting, key=lambda name: ("sxm" not in name, len(name), name), default="")
 
 
-def _degrees(timeline: Timeline) -> tuple[dict[str, int], list[str]]:
-    sizes: dict[str, int] = {}
-    data = 0
-    for group in timeline.groups:
-        size = group.size or len(group.ranks)
-        dimension = group_dimension(group.name)
-        if dimension in _DEGREES and size > 1:
-            sizes[_DEGREES[dimension]] = max(size, sizes.get(_DEGREES[dimension], 1))
-        elif dimension == Dimension.DP:
-            data = max(data, size)
-    dense = int(np.prod([size for key, size in sizes.items() if key != "ep"], dtype=np.int64))
-    world = max(timeline.world_size, len(timeline.ranks), 1)
-    sizes["dp"] = world // dense if world % dense == 0 else max(data, 1)
-    unknown = []
-    if not any(group_dimension(group.name) for group in timeline.groups) and world > 1:
-        unknown.append(
-            f"parallel: no process group tells its dimension; data parallel over {world} ranks is assumed"
-        )
-    unknown.append("parallel.zero, parallel.sp and the schedule: not looked for; the defaults are used")
-    return sizes, unknown
-
-
-def _training(shapes: _Shapes, model: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    training: dict[str, Any] = {}
-    unknown = []
-    if shapes.tokens:
-        batch, sequence = shapes.tokens.most_common(1)[0][0]
-        training |= {"micro_batch_size": batch, "seq_len": sequence}
-        unknown.append(f"order of micro_batch_size and seq_len: inputs are [{batch}, {sequence}, ...]")
-    else:
-        unknown.append(
-            "micro_batch_size and seq_len: linear inputs have no three dimensions; the defaults are used"
-        )
-    of_model = [n for (_, width), n in shapes.embedding.items() if width == model["hidden_size"]]
-    training["num_microbatches"] = max(round(max(of_model, default=1) / shapes.steps), 1)
-    known = [name for name, _ in shapes.types.most_common() if name in _TYPES]
-    if known:
-        training["dtype"] = _TYPES[known[0]]
-    forward = sum(shapes.linear.values())
-    if shapes.recomputed > forward // 2:
-        training["recompute"] = "full"
-    elif shapes.recomputed:
-        unknown.append(
-            f"recompute: {shapes.recomputed} of {forward} linear layers run again in the backward pass"
-        )
-    return training, unknown
+def _words(text: str) -> Iterator[str]:
+    for match in re.finditer(r"[A-Za-z]+\d+[A-Za-z]?", text):
+        yield match.group().lower()
