@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from op_graphs.vocabulary import OpKind
 from tests.recordings import ALL_REDUCE, COPY, US, Recording, queued_kernels, two_ranks
-from tests.timelines import two_stage_timeline
 from tracesim.engine import execute
 from tracesim.errors import TraceError
 from tracesim.replay import (
@@ -28,6 +27,8 @@ from tracesim.replay import (
     unexplained,
 )
 from tracesim.replay.what_if.outcome import change
+from tracesim.scenario import load_scenario
+from tracesim.simulation import simulate
 
 
 def waits(rebuilt: Rebuilt, kind: EdgeKind) -> set[tuple[str, str]]:
@@ -293,9 +294,12 @@ def test_clocks_that_differ_between_host_and_device_are_said() -> None:
     assert any("clocks of host and device" in note for note in describe_limits(rebuilt, unexplained(rebuilt)))
 
 
-def test_a_simulated_run_is_refused() -> None:
-    with pytest.raises(TraceError, match="simulated run is its own graph"):
-        rebuild(two_stage_timeline())
+def test_a_simulated_run_is_replayed_to_the_nanosecond() -> None:
+    timeline = simulate(load_scenario("llama3-8b-tp2-pp4-dp8", ["training.global_batch_size=32"])).timeline()
+    rebuilt = rebuild(timeline)
+    begin, end = (int(bound) for bound in timeline.span_ns)
+    assert int(replay(rebuilt).end.max()) - begin == pytest.approx(end - begin, abs=100)
+    assert any(note.startswith("a simulated run") for note in describe_limits(rebuilt, unexplained(rebuilt)))
 
 
 def test_a_trace_without_kernels_is_refused() -> None:

@@ -88,6 +88,10 @@ def test_every_what_if_of_the_list_is_tested_here_or_has_a_test_of_its_own() -> 
         "network.algorithm", "network.topology", "network.domain", "dp", "communication.sms",
         # in test_replay_what_if_streams.py
         "scale.shape", "stream.", "stream.name", "overlap.",
+        # in test_replay_what_if_pipeline.py
+        "microbatches", "schedule",
+        # in test_replay_what_if_recompute.py
+        "recompute.on", "recompute.off",
     }  # fmt: skip
 
 

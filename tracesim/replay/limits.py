@@ -50,6 +50,10 @@ def describe_limits(rebuilt: Rebuilt, lateness: Unexplained) -> list[str]:
     """What has to be said beside the figures of a replay."""
     timeline, rows = rebuilt.timeline, rebuilt.rows
     notes = list(rebuilt.notes)
+    if timeline.simulated:
+        notes.append(
+            "a simulated run, from its trace: waits that were never the last are not in it; its scenario has them"
+        )
     device = rows.role == RowRole.DEVICE
     launched = np.zeros(len(rows), dtype=np.bool_)
     launches = rebuilt.edges.kind == EdgeKind.LAUNCH

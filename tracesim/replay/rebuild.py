@@ -59,25 +59,36 @@ def rebuild(timeline: Timeline, rules: Rules = Rules()) -> Rebuilt:
     """The graph of a measured timeline.
 
     Raises:
-        TraceError: if the timeline is simulated or shows no device.
+        TraceError: if the timeline shows no device.
     """
     check_replayable(timeline)
+    if timeline.simulated:
+        timeline = as_profiled(timeline)
     return _Builder(measure(timeline), rules).build()
 
 
 def check_replayable(timeline: Timeline) -> None:
     """Refuse what cannot be replayed, with the reason."""
     name = timeline.name or "the trace"
-    if timeline.simulated:
-        raise TraceError(
-            f"{name}: a simulated run is its own graph. Change the scenario and run it again instead of replaying it."
-        )
     device = int(timeline.on_device().sum())
     if not device:
         raise TraceError(
             f"{name}: no kernels or copies in {len(timeline.slices)} slices, so there is nothing to replay. "
             "Record with ProfilerActivity.CUDA."
         )
+
+
+def as_profiled(timeline: Timeline) -> Timeline:
+    """A simulated timeline as a profiler shows a run: a slice that waits for peers has begun already."""
+    slices = timeline.slices
+    return replace(
+        timeline,
+        slices=slices.with_columns(
+            start=slices.start - slices.wait,
+            duration=slices.duration + slices.wait,
+            wait=np.zeros(len(slices), dtype=np.int64),
+        ),
+    )
 
 
 class _Builder:

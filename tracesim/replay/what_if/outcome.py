@@ -53,9 +53,10 @@ def change(rebuilt: Rebuilt, what_ifs: Sequence[Applied], reading: int = -1) -> 
 def memory_of(rebuilt: Rebuilt, what_ifs: Sequence[Applied]) -> MemoryEffect:
     """What all changes together do to memory."""
     effects = []
-    for applied in what_ifs:
+    for number, applied in enumerate(what_ifs):
         effects.append(applied.memory(rebuilt))
-        rebuilt = applied.apply(rebuilt)
+        if number + 1 < len(what_ifs):
+            rebuilt = applied.apply(rebuilt)
     return together(effects)
 
 

@@ -1,0 +1,190 @@
+"""Copies of rows of a run at another place of it: slices, their launches, and the host work in front of those."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from op_graphs.columns import Int64
+from op_graphs.vocabulary import Phase
+from tracesim.replay.graph import EdgeKind, Edges, Rebuilt, RowRole
+from tracesim.replay.run import replay
+from tracesim.replay.what_if.queues import queue_again
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """Device rows that run again."""
+
+    rows: Int64
+    """In the order of their launches."""
+    before: int
+    """The device row that they stand in front of, and that waits for them."""
+
+
+def launching_calls(rebuilt: Rebuilt) -> Int64:
+    """The call that launched each row; -1 for none."""
+    launches = rebuilt.edges.kind == EdgeKind.LAUNCH
+    call = np.full(len(rebuilt.rows), -1, dtype=np.int64)
+    call[rebuilt.edges.target[launches]] = rebuilt.edges.source[launches]
+    return call
+
+
+def launch_moments(rebuilt: Rebuilt) -> Int64:
+    """When each row was launched, else when it started."""
+    call, start = launching_calls(rebuilt), rebuilt.rows.start
+    return np.where(call >= 0, start[call], start)
+
+
+def inserted(rebuilt: Rebuilt, insertions: Sequence[Insertion], phase: Phase) -> Rebuilt:
+    """The run with copies of rows inserted; they are of the given phase.
+
+    On each device queue they stand before the first row that was launched no earlier than ``before``; their launches
+    stand right before that of ``before``. They keep what they wait for among each other. Rows get the times of the
+    changed run as their measured ones.
+    """
+    return _Inserted(rebuilt, insertions).finish(phase)
+
+
+class _Inserted:
+    def __init__(self, rebuilt: Rebuilt, insertions: Sequence[Insertion]) -> None:
+        self.rebuilt, self.insertions = rebuilt, insertions
+        self.rows = rebuilt.rows
+        self.lane = rebuilt.graph.operations.rank.astype(np.int64)
+        self.call, self.moment = launching_calls(rebuilt), launch_moments(rebuilt)
+        device = np.flatnonzero(rebuilt.on_device())
+        self.queues = {
+            lane: device[self.lane[device] == lane] for lane in np.unique(self.lane[device]).tolist()
+        }
+        self.copied: list[Int64] = []
+        """Old rows of each insertion: device rows, then calls and the pauses before them."""
+        self.place: list[Int64] = []
+        """For each of them the old row it stands before."""
+        self.on: list[Int64] = []
+        """The queue of each of them."""
+        for insertion in insertions:
+            self._add(insertion)
+
+    def _add(self, insertion: Insertion) -> None:
+        rows, before = insertion.rows, insertion.before
+        place = np.array([self._next_on(int(self.lane[row]), before) for row in rows.tolist()])
+        copied, places, lanes = [rows], [place], [self.lane[rows]]
+        calls = np.unique(self.call[rows][self.call[rows] >= 0])
+        caller = int(self.call[before])
+        if caller >= 0 and len(calls):
+            gaps = calls - 1
+            gaps = gaps[self.rows.role[gaps] == RowRole.GAP]
+            host = np.sort(np.concatenate((gaps, calls)))
+            copied.append(host)
+            # Behind the pause before that call: the host first has to come there.
+            places.append(np.full(len(host), caller))
+            lanes.append(np.full(len(host), self.lane[caller]))
+        self.copied.append(np.concatenate(copied))
+        self.place.append(np.concatenate(places))
+        self.on.append(np.concatenate(lanes))
+
+    def _next_on(self, lane: int, before: int) -> int:
+        """The first row of a queue that was launched no earlier than another one; one past its last if none was."""
+        queue = self.queues[lane]
+        if self.lane[before] == lane:
+            return before
+        later = queue[self.moment[queue] >= self.moment[before]]
+        return int(later[0]) if len(later) else int(queue[-1]) + 1
+
+    def finish(self, phase: Phase) -> Rebuilt:
+        rebuilt, count = self.rebuilt, len(self.rows)
+        copied, place = np.concatenate(self.copied), np.concatenate(self.place)
+        source = np.concatenate((np.arange(count), copied))
+        lane = np.concatenate((self.lane, np.concatenate(self.on)))
+        stands = np.concatenate((np.arange(count), place))
+        is_copy = np.arange(len(source)) >= count
+        order = np.lexsort((np.arange(len(source)), ~is_copy, stands, lane))
+        number = np.empty(len(order), dtype=np.int64)
+        number[order] = np.arange(len(order))
+        operations = rebuilt.graph.operations.take(source)
+        device = self.rows.role[source] == RowRole.DEVICE
+        again = np.where(is_copy & device, phase, operations.phase)
+        operations = operations.with_columns(rank=lane, phase=again, rendezvous=self._rendezvous(source))
+        step = self.rows.step[source].copy()
+        step[count:] = np.repeat(
+            [self.rows.step[one.before] for one in self.insertions], [len(rows) for rows in self.copied]
+        )
+        graph = replace(
+            rebuilt.graph,
+            operations=operations.take(order),
+            dependency_offsets=np.zeros(len(order) + 1, dtype=np.int64),
+            dependencies=np.zeros(0, dtype=np.int64),
+        )
+        unexplained = np.where(is_copy, 0, rebuilt.unexplained[source])
+        part = replace(
+            rebuilt,
+            graph=graph,
+            durations=self._durations(source)[order],
+            rows=self.rows.take(source).with_columns(step=step).take(order),
+            unexplained=unexplained[order],
+        )
+        part = part.with_edges(self._edges(number, source[order], part))
+        replayed = replay(part)
+        return replace(part, rows=part.rows.with_columns(start=replayed.start, end=replayed.end))
+
+    def _durations(self, source: Int64) -> Int64:
+        """Durations of old rows and copies; the first pause of a copy is an ordinary one, whatever came before it."""
+        rows, durations = self.rows, self.rebuilt.durations
+        found: Int64 = durations[source]
+        gaps = np.flatnonzero((rows.role[:-1] == RowRole.GAP) & np.isin(np.arange(1, len(rows)), self.call))
+        if not len(gaps):
+            return found
+        usual = np.median(durations[gaps])
+        at = len(rows)
+        for insertion, copied in zip(self.insertions, self.copied, strict=True):
+            first = at + len(insertion.rows)
+            at += len(copied)
+            if first < at and rows.role[source[first]] == RowRole.GAP:
+                found[first] = min(int(found[first]), round(float(usual)))
+        return found
+
+    def _rendezvous(self, source: Int64) -> Int64:
+        """Copies of one meeting meet, where all its members were copied as often."""
+        old = self.rebuilt.graph.operations.rendezvous.astype(np.int64)
+        count, found = len(self.rows), old[source].copy()
+        copies = source[count:]
+        seen: dict[int, int] = {}
+        which = np.zeros(len(copies), dtype=np.int64)
+        for at, row in enumerate(copies.tolist()):
+            which[at] = seen.get(row, 0)
+            seen[row] = int(which[at]) + 1
+        key = np.stack([old[copies], which])
+        _, label, members = np.unique(key, axis=1, return_inverse=True, return_counts=True)
+        label = label.ravel()
+        wanted = np.bincount(old[old >= 0], minlength=1)
+        meets = (old[copies] >= 0) & (members[label] == wanted[np.maximum(old[copies], 0)])
+        found[count:] = np.where(meets, int(old.max(initial=-1)) + 1 + label, -1)
+        ids: Int64 = found
+        return ids
+
+    def _edges(self, number: Int64, old: Int64, part: Rebuilt) -> Edges:
+        """Old dependencies, those among copies, those of what waits for them, and the queues anew."""
+        edges, count = self.rebuilt.edges, len(self.rows)
+        kept = edges.take(np.flatnonzero(edges.kind != EdgeKind.QUEUE))
+        found = [kept.with_columns(source=number[kept.source], target=number[kept.target])]
+        local = np.full(count, -1, dtype=np.int64)
+        base = count
+        for insertion, copied in zip(self.insertions, self.copied, strict=True):
+            local[copied] = base + np.arange(len(copied))
+            inner = np.flatnonzero((local[kept.source] >= base) & (local[kept.target] >= base))
+            inner = inner[kept.kind[inner] != EdgeKind.ADMISSION]
+            own = kept.take(inner)
+            found.append(own.with_columns(source=number[local[own.source]], target=number[local[own.target]]))
+            lanes = self.lane[insertion.rows]
+            other = [insertion.rows[lanes == lane][-1] for lane in np.unique(lanes).tolist()]
+            last = np.array(
+                [row for row in other if self.lane[row] != self.lane[insertion.before]], dtype=np.int64
+            )
+            awaited = np.full(len(last), number[insertion.before])
+            lag = np.full(len(last), self.rebuilt.delays.event)
+            found.append(Edges(number[local[last]], awaited, lag, np.full(len(last), EdgeKind.EVENT)))
+            base += len(copied)
+        found.append(queue_again(self.rebuilt, old, part))
+        return Edges.concatenate(found)
