@@ -126,6 +126,19 @@ def check_sharding(parallel: ParallelPlan, problems: Problems) -> None:
             f"scatters gradients after every microbatch, which a pipeline (pp = {parallel.pp}) accumulates; "
             "set zero: 1 or zero: 3",
         )
+    if parallel.reshard != "default" and parallel.zero != 3 and problems.sound("parallel.reshard"):
+        problems.add(
+            "parallel.reshard",
+            parallel.reshard,
+            f"drops gathered weights, which only zero: 3 has (zero is {parallel.zero}); leave it out",
+        )
+    if parallel.prefetch != 1 and not parallel.gathers_by_unit and problems.sound("parallel.prefetch"):
+        problems.add(
+            "parallel.prefetch",
+            parallel.prefetch,
+            "gathers weights of layers ahead, which only zero: 3 without a pipeline, or with reshard: always, does; "
+            "leave it out",
+        )
     shard = parallel.hsdp_shard
     if shard is None:
         return

@@ -119,6 +119,12 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "ep_dispatcher": _choice(_PARALLEL.ep_dispatcher, tuple(DISPATCHERS)),
         "zero": FieldRule("must be 0, 1, 2 or 3", _is_level, _PARALLEL.zero),
         "hsdp_shard": _optional_count(),
+        "reshard": _choice(_PARALLEL.reshard, ("default", "always", "never")),
+        "prefetch": FieldRule(
+            "must be a whole number from 0 to 64",
+            lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 64,
+            _PARALLEL.prefetch,
+        ),
         "first_stage_layers": _optional_count(),
         "last_stage_layers": _optional_count(),
         "layout": FieldRule(
