@@ -94,7 +94,10 @@ def test_a_run_on_cpu_is_replayed_by_its_threads(shared_data: Path) -> None:
 
 
 def test_the_benchmark_prints_json(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(shared_data / "traces" / name) for name in ("torchrec/resnet18", "odd/git-lfs-pointer_kineto_trace.json")]
+    paths = [
+        str(shared_data / "traces" / name)
+        for name in ("torchrec/resnet18", "odd/git-lfs-pointer_kineto_trace.json")
+    ]
     assert main([*paths, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert {"path", "step", "ranks", "measured_ms", "replayed_ms", "error_pct"} <= set(result["traces"][0])
