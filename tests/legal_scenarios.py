@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from op_graphs.lower_context_parallel import ALGORITHMS
-from op_graphs.lower_dispatch import DISPATCHERS
+from op_graphs.context_parallel.registry import ALGORITHMS
+from op_graphs.dispatchers import DISPATCHERS
 from op_graphs.optimizers import OPTIMIZERS
 from tracesim.errors import ScenarioError
 from tracesim.scenario import Scenario, load_scenario

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from op_graphs.lower_context_parallel import a2a_degree
+from op_graphs.context_parallel.switched import a2a_degree
 from op_graphs.model import ModelDescription
 from op_graphs.plan import ParallelPlan, TrainingPlan
 
