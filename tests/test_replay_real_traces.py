@@ -84,6 +84,34 @@ def test_no_what_if_no_change_on_a_real_run(shared_data: Path) -> None:
     assert found.step == found.low == found.high == step_duration(step_times(replay(rebuilt)))
 
 
+@pytest.mark.parametrize(
+    ("trace", "what_if", "ratio"),
+    [
+        # Most of the step is one forward and one backward.
+        ("hta/trace_diff/control", "microbatches=2", (1.8, 2.0)),
+        # 615 slices are recomputed, and most of the time is communication.
+        ("tracelens/mi300__resnet_act_checkpoint.json.gz", "recompute.off=.", (0.97, 0.99)),
+        # Sending and computing after one another takes the sum of both.
+        ("deepseek/train.json.gz", "overlap.collective=none", (1.75, 1.9)),
+        # Four stages and microbatches: 11 instead of 7 times a forward and a backward, and what frames them.
+        ("straggler/timeline-ST.json.gz", "microbatches=8", (1.55, 1.72)),
+        ("straggler/timeline-ST.json.gz", "schedule=gpipe", (0.98, 1.05)),
+    ],
+)
+def test_changes_of_the_program_of_a_real_run(
+    shared_data: Path, trace: str, what_if: str, ratio: tuple[float, float]
+) -> None:
+    rebuilt = rebuilt_from(shared_data / "traces" / trace)
+    found = ask(rebuilt, [what_if], unexplained(rebuilt))
+    assert ratio[0] <= found.step / found.base_step <= ratio[1]
+
+
+def test_a_pipeline_that_is_not_told_apart_is_named(shared_data: Path) -> None:
+    rebuilt = rebuilt_from(shared_data / "traces/straggler/ideal-timeline-ST.json.gz")
+    with pytest.raises(ScenarioError, match="nothing says which microbatch a slice is of; looked for"):
+        ask(rebuilt, ["microbatches=8"], unexplained(rebuilt))
+
+
 def test_a_run_on_cpu_is_replayed_by_its_threads(shared_data: Path) -> None:
     rebuilt = rebuilt_from(shared_data / "traces/hta/cpu_only")
     assert [abs(time.error) < 1e-4 for time in step_times(replay(rebuilt))] == [True] * 5
