@@ -110,7 +110,9 @@ class _Builder:
         slices, groups = self._slices(launch)
         self._note_oddities(launch)
         tracks = self._tracks()
-        counter_tracks, samples = memory_counters(document, self.strings, self.base)
+        counter_tracks, samples = memory_counters(
+            document, self.strings, self.base, host_only=not len(rows.device)
+        )
         rank = integer(document.distributed.get("rank"), -1)
         return Timeline(
             strings=self.strings.strings(),

@@ -2,9 +2,9 @@
 
 ``[memory]`` events say when how much was allocated or freed, as steps of a curve. Each step up is a buffer; a step down
 releases the youngest live buffer of that size, and one of a size that none has releases memory from before the trace.
-Which of several equal buffers is meant does not change the curve. A buffer belongs to the rows of the thread that does
-most work on its rank: from the start of the row in which it was allocated to the end of the one in which it was freed,
-so a replayed curve is moved by as much as the host is, and is above the measured one by what one row frees.
+Which of several equal buffers is meant does not change the curve. A buffer lives from the start of the row of the host
+in which it was allocated to the end of the one in which it was freed, of several threads the shortest row. So a
+replayed curve moves with the host, and is above the measured one by what is freed within one row.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ def with_buffers(rebuilt: Rebuilt) -> Rebuilt:
 
 def _of_rank(rebuilt: Rebuilt, rank: int) -> Buffers:
     curve = allocated_memory(rebuilt.timeline, rank)
-    lane, rows = _thread(rebuilt, rank)
-    if curve is None or not len(rows):
+    queue = _queue(rebuilt, rank)
+    if curve is None or queue < 0:
         return Buffers.empty()
-    change = np.diff(np.rint(curve.value).astype(np.int64), prepend=0)
-    at = np.searchsorted(rebuilt.rows.start[rows], curve.time, side="right") - 1
-    row = np.where(at >= 0, rows[np.maximum(at, 0)], -1)
-    allocate, release, size = _paired(change, row)
+    value = np.rint(curve.value).astype(np.int64)
+    change: Int64 = np.concatenate((value[:1], value[1:] - value[:-1]))
+    allocate, release, size = _paired(change, _rows_at(rebuilt, rank, curve.time))
     count = len(size)
     return Buffers(
-        rank=np.full(count, lane, dtype=np.int32),
+        rank=np.full(count, queue, dtype=np.int32),
         allocate=allocate,
         release=release,
         size=size,
@@ -50,15 +49,35 @@ def _of_rank(rebuilt: Rebuilt, rank: int) -> Buffers:
     )
 
 
-def _thread(rebuilt: Rebuilt, rank: int) -> tuple[int, Int64]:
-    """Queue and rows of the thread of a rank that has most rows; rows in order of time, which do not overlap."""
+def _queue(rebuilt: Rebuilt, rank: int) -> int:
+    """Queue of the thread of a rank that has most rows; -1 if no thread was recorded."""
+    host = _host_rows(rebuilt, rank)
+    return int(np.bincount(rebuilt.graph.operations.rank[host]).argmax()) if len(host) else -1
+
+
+def _host_rows(rebuilt: Rebuilt, rank: int) -> Int64:
     rows = rebuilt.rows
-    lane = rebuilt.graph.operations.rank.astype(np.int64)
-    host = (rows.rank == rank) & np.isin(rows.role, (RowRole.GAP, RowRole.CALL, RowRole.RETURN))
-    if not host.any():
-        return -1, np.zeros(0, dtype=np.int64)
-    busiest = int(np.bincount(lane[host]).argmax())
-    return busiest, np.flatnonzero((lane == busiest) & (rows.role != RowRole.ANCHOR))
+    roles = (RowRole.GAP, RowRole.CALL, RowRole.RETURN)
+    threads = np.unique(rebuilt.graph.operations.rank[(rows.rank == rank) & np.isin(rows.role, roles)])
+    return np.flatnonzero(np.isin(rebuilt.graph.operations.rank, threads) & (rows.role != RowRole.ANCHOR))
+
+
+def _rows_at(rebuilt: Rebuilt, rank: int, time: Int64) -> Int64:
+    """The row of a thread of the rank that each moment lies in, the shortest where there are several; -1 for none."""
+    rows, host = rebuilt.rows, _host_rows(rebuilt, rank)
+    lane = rebuilt.graph.operations.rank[host]
+    best = np.full(len(time), -1, dtype=np.int64)
+    shortest = np.full(len(time), np.iinfo(np.int64).max)
+    for number in np.unique(lane).tolist():
+        mine = host[lane == number]
+        at = np.searchsorted(rows.start[mine], time, side="right") - 1
+        row = mine[np.maximum(at, 0)]
+        length = rows.end[row] - rows.start[row]
+        better = (at >= 0) & (time <= rows.end[row]) & (length < shortest)
+        best[better], shortest[better] = row[better], length[better]
+        # What comes after all rows belongs to the last.
+        best = np.where((best < 0) & (at >= 0), row, best)
+    return best
 
 
 def _paired(change: Int64, row: Int64) -> tuple[Int64, Int64, Int64]:
@@ -97,8 +116,8 @@ def peaks(replayed: Replayed) -> dict[int, tuple[int, int]]:
     found = {}
     for rank in range(len(replayed.rebuilt.timeline.ranks)):
         curve = allocated_memory(replayed.rebuilt.timeline, rank)
-        lane = _thread(replayed.rebuilt, rank)[0]
-        buffers = graph.buffers.take(np.flatnonzero(graph.buffers.rank == lane))
+        queue = _queue(replayed.rebuilt, rank)
+        buffers = graph.buffers.take(np.flatnonzero(graph.buffers.rank == queue))
         if curve is not None and len(buffers):
             begin = np.where(buffers.allocate >= 0, replayed.start[buffers.allocate], replayed.rebuilt.origin)
             freed = np.flatnonzero(buffers.release >= 0)

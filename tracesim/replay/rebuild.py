@@ -16,6 +16,7 @@ from op_graphs.columns import Int64
 from op_graphs.timeline import Timeline
 from tracesim.analysis.cpu_runs import threads_as_devices
 from tracesim.errors import TraceError
+from tracesim.replay.buffers import with_buffers
 from tracesim.replay.declared import NO_DELAYS, declared_waits
 from tracesim.replay.graph import EdgeKind, Edges, Rebuilt, RowRole
 from tracesim.replay.host import host_points, returns_after
@@ -124,7 +125,7 @@ class _Builder:
             rebuilt = learn_waits(rebuilt, admission=self.rules.admission)
         if self.rules.unexplained:
             rebuilt = with_unexplained(rebuilt)
-        return replace(rebuilt, notes=tuple(self.notes))
+        return with_buffers(replace(rebuilt, notes=tuple(self.notes)))
 
     # -- waits -----------------------------------------------------------------------------------------------
 
