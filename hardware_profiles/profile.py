@@ -93,6 +93,8 @@ class MemoryFigures:
     """Duration of the smallest kernel."""
     kernel_gap_us: float
     """Idle time between two kernels that are queued back to back."""
+    context_gib: float = 0.0
+    """What a process takes before its first tensor (CUDA or HIP context, loaded kernels)."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,10 @@ class NetworkFigures:
     """NVSwitch multicast (NVLS) is there: all-reduce in about one pass."""
     collective_sms: int = 0
     """SMs a large collective occupies."""
+    communicator_gib: float = 0.0
+    """Buffers of one communicator of the collective library on a rank."""
+    exchange_peer_gib: float = 0.0
+    """Buffers that a communicator has besides for each peer of an all-to-all in its domain."""
     gpus_per_bridge_side: int = 0
     """GPUs on each side of a link inside the domain that they all share (sockets of a PCIe server); 0 without one."""
     bridge_gb_per_s: float = 0.0

@@ -107,18 +107,32 @@ def test_the_report_as_json_has_the_documented_keys(folder):
         "iteration_time_ms", "tokens_per_second", "tokens_per_second_per_gpu", "model_tflops_per_gpu",
         "mfu", "mfu_full_attention", "hfu",
         "pipeline_bubble_fraction", "exposed_communication_fraction",
-        "peak_allocated_gib", "peak_reserved_gib", "memory_capacity_gib", "fits_in_memory",
-        "host_memory_gib", "host_memory_capacity_gib", "stages",
-        "exposed_communication",
+        "peak_allocated_gib", "peak_reserved_gib", "memory_capacity_gib", "memory_margin_gib", "fits_in_memory",
+        "out_of_memory_probability", "host_memory_gib", "host_memory_capacity_gib", "ranges", "duration_basis",
+        "utilisation", "stages", "exposed_communication",
     ]  # fmt: skip
     assert (report["schema"], report["name"], report["world_size"]) == ("tracesim.report/1", "small", 8)
     assert list(report["model"]) == ["name", "parameters", "active_parameters"]
     assert [list(stage) for stage in report["stages"]] == [[
         "stage", "representative_rank", "ranks", "layers",
         "compute_ms", "exposed_communication_ms", "idle_ms", "optimizer_ms",
-        "peak_allocated_gib", "peak_reserved_gib", "memory_at_peak_gib", "peak_time_ms", "offload",
-        "alive_at_peak",
+        "peak_allocated_gib", "peak_reserved_gib", "outside_allocator_gib", "memory_at_peak_gib", "peak_time_ms",
+        "offload", "alive_at_peak",
     ]] * 2  # fmt: skip
+    assert list(report["ranges"]) == [
+        "confidence",
+        "iteration_time_ms",
+        "peak_allocated_gib",
+        "peak_reserved_gib",
+    ]
+    assert list(report["duration_basis"]) == [
+        "modelled",
+        "measured",
+        "extrapolated",
+        "extrapolated_operations",
+    ]
+    for row in report["utilisation"]:
+        assert list(row) == ["definition", "tflops_per_gpu", "of_dense_peak", "of_sparse_peak"]
     for stage in report["stages"]:
         assert list(stage["exposed_communication_ms"]) == ["tp", "cp", "ep", "pp", "dp"]
         assert list(stage["memory_at_peak_gib"]) == [

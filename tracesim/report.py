@@ -8,18 +8,22 @@ from typing import Any
 
 import numpy as np
 
+from op_graphs.columns import Int8
 from op_graphs.graph import OpGraph
-from op_graphs.model_flops import model_flops_per_token, mtp_flops_per_token, vision_flops_per_image
 from op_graphs.parameters import count_active_parameters, count_parameters
 from op_graphs.stage_layout import layers_per_stage
 from op_graphs.vocabulary import ROLE_DIMENSIONS, STREAM_ROLES, MemoryCategory, Phase, Stream
 
 from .analysis.intervals import Intervals, clip, join, subtract, union
+from .confidence import ALLOCATED, CONFIDENCE, RESERVED, residuals, time_figure
+from .cost import Provenance
 from .engine import Execution
 from .memory import AllocatorUsage
 from .memory.curves import MemoryCurve
+from .memory.outside import outside_allocator
 from .offload_report import OFFLOAD_STREAMS, offload_figures
 from .scenario import Scenario
+from .utilisation import flops_per_token, utilisation
 
 SCHEMA = "tracesim.report/1"
 _GIB = 2**30
@@ -45,9 +49,13 @@ def build_report(
     execution: Execution,
     memory: Sequence[MemoryCurve],
     reserved: Sequence[AllocatorUsage],
+    provenances: Int8,
     spread: RankSpread | None = None,
 ) -> dict[str, Any]:
-    """Everything a run prints, as JSON-ready data. Times in ms, memory in GiB (2**30 bytes)."""
+    """Everything a run prints, as JSON-ready data. Times in ms, memory in GiB (2**30 bytes).
+
+    ``provenances`` says of each operation where its duration comes from (:class:`tracesim.cost.Provenance`).
+    """
     iteration_ns = int(execution.end.max())
     stages = [
         _stage(scenario, graph, execution, rank, iteration_ns, memory[rank], reserved[rank])
@@ -56,8 +64,6 @@ def build_report(
     if spread is not None:
         for number, stage in enumerate(stages):
             stage["spread"] = _spread(spread, number)
-    capacity = scenario.hardware.memory.capacity_gib
-    peak_reserved = max(usage.peak_reserved for usage in reserved) / _GIB
     exposed = [sum(stage["exposed_communication_ms"].values()) for stage in stages]
     return {
         "schema": SCHEMA,
@@ -73,13 +79,70 @@ def build_report(
         **_throughput(scenario, graph, iteration_ns, spread),
         "pipeline_bubble_fraction": bubble_fraction(graph, execution),
         "exposed_communication_fraction": float(np.mean(exposed)) * 1e6 / iteration_ns,
-        "peak_allocated_gib": max(curve.peak for curve in memory) / _GIB,
-        "peak_reserved_gib": peak_reserved,
-        "memory_capacity_gib": capacity,
-        "fits_in_memory": peak_reserved <= capacity,
+        **_memory(scenario, stages),
         "host_memory_gib": max(stage["offload"]["host_memory_gib"] for stage in stages),
         "host_memory_capacity_gib": scenario.hardware.host.memory_gib or None,
+        "ranges": _ranges(scenario, stages, iteration_ns),
+        "duration_basis": _duration_basis(graph, execution, provenances),
+        "utilisation": utilisation(
+            scenario, iteration_ns / 1e9, _attended_length(scenario, spread), _executed_flops(graph, spread)
+        ),
         "stages": stages,
+    }
+
+
+def _memory(scenario: Scenario, stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Peaks over the stages, and whether all of them fit; the stage with the least room decides."""
+    capacity = scenario.hardware.memory.capacity_gib
+    fullest = max(stages, key=_taken)
+    taken = _taken(fullest)
+    outside = sum(fullest["outside_allocator_gib"].values())
+    probability = residuals()[RESERVED].probability_above(fullest["peak_reserved_gib"], capacity - outside)
+    return {
+        "peak_allocated_gib": max(stage["peak_allocated_gib"] for stage in stages),
+        "peak_reserved_gib": max(stage["peak_reserved_gib"] for stage in stages),
+        "memory_capacity_gib": capacity,
+        "memory_margin_gib": capacity - taken,
+        "fits_in_memory": taken <= capacity,
+        "out_of_memory_probability": probability if capacity > outside else 1.0,
+    }
+
+
+def _taken(stage: dict[str, Any]) -> float:
+    """GiB that a rank of a stage takes of its device, with what its allocator does not know of."""
+    return float(stage["peak_reserved_gib"] + sum(stage["outside_allocator_gib"].values()))
+
+
+def _ranges(scenario: Scenario, stages: Sequence[dict[str, Any]], iteration_ns: int) -> dict[str, Any]:
+    """Where the measured figures will lie, by the errors of past predictions."""
+    time = time_figure(scenario.parallel.world_size, scenario.hardware.network.gpus_per_domain)
+    figures = {
+        "iteration_time_ms": (time, iteration_ns / 1e6),
+        "peak_allocated_gib": (ALLOCATED, max(stage["peak_allocated_gib"] for stage in stages)),
+        "peak_reserved_gib": (RESERVED, max(stage["peak_reserved_gib"] for stage in stages)),
+    }
+    ranges: dict[str, Any] = {"confidence": CONFIDENCE}
+    for key, (figure, predicted) in figures.items():
+        low, high = residuals()[figure].range_of(predicted)
+        ranges[key] = {"low": low, "high": high, "basis": f"{figure}: {residuals()[figure].basis}"}
+    return ranges
+
+
+def _duration_basis(graph: OpGraph, execution: Execution, provenances: Int8) -> dict[str, Any]:
+    """Shares of the compute time by where its durations come from, and the longest that are extrapolated."""
+    rows = np.flatnonzero(~graph.is_communication())
+    lengths = (execution.end - execution.start)[rows]
+    total = max(1, int(lengths.sum()))
+    known = provenances[rows]
+    shares = {p.name.lower(): int(lengths[known == p].sum()) / total for p in Provenance}
+    name = graph.operations.name[rows[known == Provenance.EXTRAPOLATED]]
+    time = np.bincount(name, lengths[known == Provenance.EXTRAPOLATED], minlength=1)
+    longest = [n for n in np.argsort(-time, kind="stable")[:_LISTED_TENSORS].tolist() if time[n] > 0]
+    return {
+        **shares,
+        "extrapolated_operations": [
+            {"name": graph.strings[n], "share": float(time[n]) / total} for n in longest
+        ],
     }
 
 
@@ -98,13 +161,12 @@ def _throughput(
     seconds = iteration_ns / 1e9
     world = scenario.parallel.world_size
     peak = scenario.hardware.peak_tflops[scenario.training.dtype.name.lower()]
-    length = spread.attended_length if spread else scenario.training.seq_len
+    length = _attended_length(scenario, spread)
     tokens_per_gpu = scenario.tokens / seconds / world
     causal, full = (
-        tokens_per_gpu * _flops_per_token(scenario, length, causal=half) / 1e12 for half in (True, False)
+        tokens_per_gpu * flops_per_token(scenario, length, causal=half) / 1e12 for half in (True, False)
     )
-    flops = spread.mean_flops if spread else float(graph.operations.flops.sum()) / len(graph.ranks)
-    executed = flops / seconds / 1e12
+    executed = _executed_flops(graph, spread) / seconds / 1e12
     return {
         "tokens_per_second": scenario.tokens / seconds,
         "tokens_per_second_per_gpu": tokens_per_gpu,
@@ -115,12 +177,13 @@ def _throughput(
     }
 
 
-def _flops_per_token(scenario: Scenario, length: int, *, causal: bool) -> float:
-    """Model FLOPs of a token with its share of prediction heads and images."""
-    model, training = scenario.model, scenario.training
-    images = vision_flops_per_image(model) * training.images_per_sample / training.seq_len
-    tokens = model_flops_per_token(model, length, causal=causal)
-    return tokens + mtp_flops_per_token(model, length, causal=causal) + images
+def _attended_length(scenario: Scenario, spread: RankSpread | None) -> int:
+    return spread.attended_length if spread else scenario.training.seq_len
+
+
+def _executed_flops(graph: OpGraph, spread: RankSpread | None) -> float:
+    """FLOPs that a rank executes, on average."""
+    return spread.mean_flops if spread else float(graph.operations.flops.sum()) / len(graph.ranks)
 
 
 def _stage(
@@ -138,6 +201,7 @@ def _stage(
     held = sum(layers[rank :: parallel.pp])
     idle = iteration_ns - compute - optimizer - sum(exposed.values())
     at_peak = curve.by_category[:, curve.peak_moment]
+    outside = outside_allocator(graph, rank, scenario.hardware)
     return {
         "stage": rank,
         "representative_rank": int(graph.ranks[rank]),
@@ -149,6 +213,10 @@ def _stage(
         "optimizer_ms": optimizer / 1e6,
         "peak_allocated_gib": curve.peak / _GIB,
         "peak_reserved_gib": usage.peak_reserved / _GIB,
+        "outside_allocator_gib": {
+            "context": outside.context / _GIB,
+            "communicators": outside.communicators / _GIB,
+        },
         "memory_at_peak_gib": {
             category.name.lower(): float(at_peak[category]) / _GIB for category in MemoryCategory
         },

@@ -10,6 +10,8 @@ from rich.table import Table
 
 _CATEGORIES = ("weights", "gradients", "optimizer_states", "activations", "temporary", "communication")
 _DIMENSIONS = ("tp", "cp", "ep", "pp", "dp")
+_WORTH_SAYING = 0.01
+"""Share of the compute time from which extrapolated durations are named."""
 
 
 def render_report(report: dict[str, Any], console: Console) -> None:
@@ -28,6 +30,7 @@ def render_report(report: dict[str, Any], console: Console) -> None:
         console.print(_offload(report))
     if any("spread" in stage for stage in report["stages"]):
         console.print(_spread(report))
+    console.print(_utilisation(report))
     console.print(
         "limits: jitter between ranks and the lead of the host over the device are not modelled; contention between "
         "streams is with overlap.contention=true",
@@ -38,22 +41,48 @@ def render_report(report: dict[str, Any], console: Console) -> None:
 def _summary(report: dict[str, Any]) -> Table:
     table = Table("figure", "value", show_header=False)
     table.columns[1].justify = "right"
+    ranges = report["ranges"]
+    time, reserved = ranges["iteration_time_ms"], ranges["peak_reserved_gib"]
+    within = f"{ranges['confidence']:.0%} range"
     fits = "fits" if report["fits_in_memory"] else "DOES NOT FIT"
+    extrapolated = report["duration_basis"]["extrapolated"]
     rows = {
         "iteration time": f"{report['iteration_time_ms']:,.1f} ms",
+        f"iteration time, {within}": f"{time['low']:,.1f} to {time['high']:,.1f} ms",
         "tokens per second": f"{report['tokens_per_second']:,.0f}",
         "tokens per second per GPU": f"{report['tokens_per_second_per_gpu']:,.0f}",
         "model TFLOP/s per GPU": f"{report['model_tflops_per_gpu']:,.1f}",
         "MFU (causal attention)": f"{report['mfu']:.1%}",
-        "MFU (full attention)": f"{report['mfu_full_attention']:.1%}",
-        "HFU": f"{report['hfu']:.1%}",
         "pipeline bubble": f"{report['pipeline_bubble_fraction']:.1%}",
         "exposed communication": f"{report['exposed_communication_fraction']:.1%}",
         "peak memory allocated": f"{report['peak_allocated_gib']:.2f} GiB",
         "peak memory reserved": f"{report['peak_reserved_gib']:.2f} of {report['memory_capacity_gib']:.1f} GiB, {fits}",
+        f"peak reserved, {within}": f"{reserved['low']:.2f} to {reserved['high']:.2f} GiB",
+        "memory margin": f"{report['memory_margin_gib']:.2f} GiB",
+        "out-of-memory probability": _probability(report["out_of_memory_probability"]),
     }
+    if extrapolated >= _WORTH_SAYING:
+        rows["compute time extrapolated"] = f"{extrapolated:.0%}"
     for name, value in rows.items():
         table.add_row(name, value)
+    return table
+
+
+def _probability(share: float) -> str:
+    """A probability from some dozens of rows, which tell nothing below a percent or above 99."""
+    return "below 1 %" if share < 0.01 else "above 99 %" if share > 0.99 else f"{share:.0%}"
+
+
+def _utilisation(report: dict[str, Any]) -> Table:
+    table = Table(
+        "definition", "TFLOP/s per GPU", "of dense peak", "of sparse peak",
+        title="model FLOPs utilisation, by definition",
+    )  # fmt: skip
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in report["utilisation"]:
+        shares = (f"{row[key]:.1%}" for key in ("of_dense_peak", "of_sparse_peak"))
+        table.add_row(row["definition"], f"{row['tflops_per_gpu']:,.1f}", *shares)
     return table
 
 

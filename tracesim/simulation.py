@@ -55,7 +55,10 @@ class Simulation:
     def report(self) -> dict[str, Any]:
         """The report as plain data, as documented in ``docs/report.md``."""
         spread = rank_spread(self.scenario, self.graph, self.execution, self.memory)
-        report = build_report(self.scenario, self.graph, self.execution, self.memory, self.reserved, spread)
+        provenances = CostModel(self.scenario.hardware).provenances(self.graph)
+        report = build_report(
+            self.scenario, self.graph, self.execution, self.memory, self.reserved, provenances, spread
+        )
         exposed = self.exposed_communication(
             reruns=affordable_reruns(self.graph, self.scenario.overlap.contention)
         )
