@@ -27,6 +27,7 @@ from tracesim.replay.what_if.transfers import arranged
 from tracesim.scenario import load_scenario
 from tracesim.simulation import Simulation, simulate
 
+CPU_TRACES = Path(__file__).resolve().parent / "data/cpu_traces"
 FORWARD, BACKWARD = 100.0, 200.0
 PHASES = {
     "F": Phase.FORWARD,
@@ -362,6 +363,23 @@ def test_memory_is_said_in_microbatches_where_the_trace_has_no_curve() -> None:
     assert "unknown: activations of microbatches held at once: 3 -> 6 on pipeline rank 0" in effect.says
     assert peak_activations(build_schedule("1f1b", 3, 1, 6)) == (3, 2, 1)
     assert "the trace has no memory events (record with profile_memory=True)" in effect.says
+
+
+@pytest.mark.parametrize("run", ["ddp", "ddp_slow_rank"])
+def test_gradients_accumulated_on_cpu_take_a_forward_and_a_backward_more(run: str) -> None:
+    """Threads are the devices there, and all-reduces of gloo are launched by the backward."""
+    rebuilt = rebuild(read_trace([CPU_TRACES / run]))
+    found = outcome(rebuilt, "microbatches=3")
+    assert 2.6 <= found.step / found.base_step <= 3.1
+    assert any("the trace has one microbatch" in note for note in found.notes)
+
+
+def test_a_run_that_does_not_consist_of_its_actions_is_refused() -> None:
+    """Two stages on busy cores: their sends and receives take longer than what they wait for explains."""
+    rebuilt = rebuild(read_trace([CPU_TRACES / "pipeline_1f1b"]))
+    assert find_program(rebuilt, "test").schedule.actions == build_schedule("1f1b", 2, 1, 4).actions
+    with pytest.raises(ScenarioError, match=r"put together from its actions as it was, .* more than 10 %"):
+        outcome(rebuilt, "microbatches=8")
 
 
 # -- what cannot be told -----------------------------------------------------------------------------------------------

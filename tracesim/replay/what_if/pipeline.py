@@ -152,6 +152,12 @@ def _arranged(rebuilt: Rebuilt, program: Program, wanted: Schedule, what: str) -
         f"{what}: {wanted.microbatches} microbatches on {wanted.stages} stages by {wanted.name}, before "
         f"{measured.microbatches}; sends are taken to run beside compute",
     )
+    if measured.microbatches == 1 and wanted.microbatches > 1:
+        changed = with_note(
+            changed,
+            f"{what}: the trace has one microbatch, so all that it does in its forward and backward is repeated, its "
+            "communication too",
+        )
     if abs(difference) > _NOTED_DIFFERENCE:
         changed = with_note(
             changed,

@@ -20,6 +20,7 @@ from schedules import Action, ActionKind, Schedule
 from tracesim.analysis.breakdown import slice_dimensions
 from tracesim.errors import ScenarioError
 from tracesim.replay.graph import EdgeKind, Rebuilt, RowRole
+from tracesim.replay.measured import on_threads
 
 FORWARD, INPUT, WEIGHT = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 BACKWARD = ActionKind.FULL_BACKWARD
@@ -122,6 +123,10 @@ class _Finder:
         schedule, whole = self._schedule(found, ranks, steps, place, stages)
         pieces, of_row = self._pieces(runs, found, ranks, steps, whole)
         of_row[self.transfers] = TAKEN_OUT
+        if on_threads(self.rebuilt.timeline):
+            # A thread waits inside the calls that send and receive.
+            calls = self.call[self.transfers & (self.call >= 0)]
+            of_row[calls] = TAKEN_OUT
         return Program(
             tuple(pieces), of_row, tuple(place), schedule, tuple(whole), np.flatnonzero(self.transfers)
         )
@@ -426,10 +431,27 @@ class _Finder:
         launched = mine[self.call[mine] >= 0][::-1]
         of_row[self.call[launched]] = of_row[launched]
         self._assign_marks(points[rows.role[points] == RowRole.MARK], begins, pieces, of_row)
-        # On a thread the pause stands before its call, and the end of a blocking call behind it.
-        gaps, returns = mine[rows.role[mine] == RowRole.GAP], mine[rows.role[mine] == RowRole.RETURN]
-        of_row[gaps] = of_row[gaps + 1]
+        # On a thread a pause stands before what it leads to, and the end of a blocking call behind it.
+        returns = mine[rows.role[mine] == RowRole.RETURN]
         of_row[returns] = of_row[returns - 1]
+        gaps = mine[rows.role[mine] == RowRole.GAP]
+        ahead, behind = self._beside(forwards=True)[gaps], self._beside(forwards=False)[gaps]
+        of_row[gaps] = np.where(ahead >= 0, of_row[ahead], of_row[behind])
+
+    def _beside(self, *, forwards: bool) -> Int64:
+        """The nearest row that is no pause on the queue of each row, behind it or before it; -1 for none."""
+        rows, lane = self.rows, self.operations.rank
+        index = np.arange(len(rows))
+        solid = rows.role != RowRole.GAP
+        if forwards:
+            marked = np.where(solid, index, len(rows))
+            found = np.minimum.accumulate(marked[::-1])[::-1]
+        else:
+            found = np.maximum.accumulate(np.where(solid, index, -1))
+        inside = (found >= 0) & (found < len(rows))
+        inside &= lane[np.clip(found, 0, len(rows) - 1)] == lane
+        inside &= rows.role[np.clip(found, 0, len(rows) - 1)] != RowRole.ANCHOR
+        return np.where(inside, found, -1)
 
     def _assign_marks(
         self, marks: Int64, begins: list[tuple[int, int]], pieces: list[Piece], of_row: Int64

@@ -14,12 +14,12 @@ import numpy as np
 
 from op_graphs.columns import Bool, Int64
 from op_graphs.graph import Operations
-from op_graphs.vocabulary import OpKind, Phase
+from op_graphs.vocabulary import Communication, OpKind, Phase
 from schedules import Action, Schedule
 from tracesim.replay.graph import EdgeKind, Edges, Rebuilt, RowRole, Rows
 from tracesim.replay.run import replay
 from tracesim.replay.what_if.arrangement import Arrangement, Placed
-from tracesim.replay.what_if.insertion import launching_calls
+from tracesim.replay.what_if.insertion import launch_moments, launching_calls
 from tracesim.replay.what_if.program import BACKWARD, FORWARD, INPUT, TAKEN_OUT, WEIGHT, Program
 from tracesim.replay.what_if.streams import compute_lanes
 
@@ -43,6 +43,8 @@ class _Transfers:
         self.part, self.arrangement = part, arrangement
         self.program = arrangement.program
         self.compute = compute_lanes(arrangement.rebuilt)
+        self.between: dict[tuple[int, int], Int64] = {}
+        self.own = self._own_transfers()
 
     def add(self) -> Rebuilt:
         """Add a row for each pair of actions on different ranks of which one needs the other."""
@@ -55,7 +57,8 @@ class _Transfers:
                 source.append(first)
                 target.append(last)
                 from_rank, to_rank = (self._rank(copy) for copy in (sender, receiver))
-                template.append(self._template(from_rank, to_rank))
+                own = self.own.get(self.arrangement.placed[receiver].piece, -1)
+                template.append(own if own >= 0 else self._template(from_rank, to_rank))
                 lane.append((from_rank, to_rank))
         part = self.part
         if source:
@@ -99,26 +102,72 @@ class _Transfers:
         rows = made if len(made) else rows
         return int(self.arrangement.new_row(copy, rows[-1:])[0]) if len(rows) else -1
 
+    def _between(self, sender: int, receiver: int) -> Int64:
+        """Sends and receives between two ranks: by who met in them, else by their group; all if neither says."""
+        rebuilt = self.arrangement.rebuilt
+        rows, operations = self.program.transfers, rebuilt.graph.operations
+        rows = rows[rebuilt.durations[rows] > 0]
+        rank, meeting = rebuilt.rows.rank[rows], operations.rendezvous[rows].astype(np.int64)
+        pair = {sender, receiver}
+        met = [
+            (set(rank[meeting == one].tolist()) if one >= 0 else set[int]())
+            for one in np.unique(meeting).tolist()
+        ]
+        of_meeting = dict(zip(np.unique(meeting).tolist(), (ranks == pair for ranks in met), strict=True))
+        numbers = rebuilt.timeline.ranks.rank
+        wanted = {int(numbers[sender]), int(numbers[receiver])}
+        of_group = [set(group.ranks) == wanted for group in rebuilt.timeline.groups] + [False]
+        own = np.isin(rank, (sender, receiver))
+        said = np.array(
+            [
+                of_meeting[one] if one >= 0 else of_group[g]
+                for one, g in zip(meeting.tolist(), operations.group[rows].tolist(), strict=True)
+            ]
+        )
+        chosen = rows[own & said] if len(rows) else rows
+        return chosen if len(chosen) else rows[own]
+
+    def _own_transfers(self) -> dict[int, int]:
+        """The receive of each piece that needs one, else its send; in order, where there are as many as are needed."""
+        rebuilt, program = self.arrangement.rebuilt, self.program
+        rows, communication = rebuilt.rows, rebuilt.graph.operations.communication
+        moment = launch_moments(rebuilt)
+        found: dict[int, int] = {}
+        for ranks in _replicas(program):
+            needing: dict[tuple[int, int, int], list[int]] = {}
+            for at, piece in enumerate(program.pieces):
+                if piece.action is None or piece.rank not in ranks.values():
+                    continue
+                for need in _needs(piece.action, program.schedule):
+                    maker = ranks[program.schedule.stage_rank(need[0].stage)]
+                    if maker != piece.rank:
+                        needing.setdefault((maker, piece.rank, piece.step), []).append(at)
+            for (sender, receiver, step), pieces in needing.items():
+                between = self._transfers_between(sender, receiver)
+                for rank, what in ((receiver, Communication.RECEIVE), (sender, Communication.SEND)):
+                    own = between[(rows.rank[between] == rank) & (rows.step[between] == step)]
+                    own = own[communication[own] == what]
+                    if len(own) == len(pieces):
+                        own = own[np.lexsort((own, moment[own]))]
+                        found.update(zip(pieces, own.tolist(), strict=True))
+                        break
+        return found
+
+    def _transfers_between(self, sender: int, receiver: int) -> Int64:
+        key = (min(sender, receiver), max(sender, receiver))
+        if key not in self.between:
+            self.between[key] = self._between(*key)
+        return self.between[key]
+
     def _template(self, sender: int, receiver: int) -> int:
         """A send or receive between two ranks that stands for all of them; -1 if the trace shows none."""
         rebuilt = self.arrangement.rebuilt
-        rows, rank = self.program.transfers, rebuilt.rows.rank
-        rows = rows[rebuilt.durations[rows] > 0]
-        numbers = rebuilt.timeline.ranks.rank
-        wanted = {int(numbers[sender]), int(numbers[receiver])}
-        groups = [set(group.ranks) for group in rebuilt.timeline.groups] + [set[int]()]
-        group = rebuilt.graph.operations.group
-        for own in (sender, receiver):
-            mine = rows[rank[rows] == own]
-            between = [row for row in mine.tolist() if groups[int(group[row])] == wanted]
-            mine = np.array(between, dtype=np.int64) if between else mine
-            met = mine[rebuilt.graph.operations.rendezvous[mine] >= 0]
-            if len(met):
-                return int(met[np.argsort(rebuilt.durations[met], kind="stable")[len(met) // 2]])
-            if len(mine):
-                # Nothing says how much of each is waiting: the shortest waited least.
-                return int(mine[np.argmin(rebuilt.durations[mine])])
-        return -1
+        mine = self._transfers_between(sender, receiver)
+        met = mine[rebuilt.graph.operations.rendezvous[mine] >= 0]
+        if len(met):
+            return int(met[np.argsort(rebuilt.durations[met], kind="stable")[len(met) // 2]])
+        # Nothing says how much of each is waiting: the shortest waited least.
+        return int(mine[np.argmin(rebuilt.durations[mine])]) if len(mine) else -1
 
     def _with_sends(
         self, source: Int64, target: Int64, template: Int64, lane: list[tuple[int, int]]
