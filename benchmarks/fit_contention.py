@@ -34,7 +34,7 @@ from hardware_profiles import load_profile
 from op_graphs.columns import Float64
 from op_graphs.graph import ExchangeShape
 from op_graphs.vocabulary import Communication, OpKind
-from tracesim.cost.collectives import SENDS
+from tracesim.cost.collective_plans import SENDS
 from tracesim.cost.contention import SECOND_WAVE, SEND_SMS
 from tracesim.kernel_kinds import classify_kernels
 

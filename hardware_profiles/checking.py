@@ -75,6 +75,8 @@ _RANGE_BY_NAME: dict[str, _Range] = {
     "collective_sms": _NOT_NEGATIVE,
     "group_size": _NOT_NEGATIVE,
     "gpus_per_bridge_side": _NOT_NEGATIVE,
+    "domains_per_leaf": _NOT_NEGATIVE,
+    "oversubscription": _Range(1),
 }
 _RANGE_BY_ENDING: tuple[tuple[str, _Range], ...] = (
     ("efficiency", _FRACTION),
@@ -245,6 +247,7 @@ class Check:
             )
         if isinstance(network, Mapping):
             self._compare_bridge(network)
+            self._compare_leaf(network)
 
     def _compare_bridge(self, network: Mapping[Any, Any]) -> None:
         side, rate, domain = (
@@ -259,6 +262,14 @@ class Check:
         if side and side >= domain:
             self.errors.append(
                 f"network.gpus_per_bridge_side: a side of {side} GPUs leaves none of {domain} on the other"
+            )
+
+    def _compare_leaf(self, network: Mapping[Any, Any]) -> None:
+        leaf, ratio = network.get("domains_per_leaf", 0), network.get("oversubscription", 1.0)
+        if isinstance(leaf, int) and isinstance(ratio, (int, float)) and ratio > 1 and leaf == 0:
+            self.errors.append(
+                f"network.oversubscription: {ratio} of what? domains_per_leaf says which domains share the uplinks; "
+                "give it, or leave both out"
             )
 
     def refuse_repeats(self, document: Mapping[Any, Any]) -> None:

@@ -134,6 +134,10 @@ class NetworkFigures:
     """GPUs on each side of a link inside the domain that they all share (sockets of a PCIe server); 0 without one."""
     bridge_gb_per_s: float = 0.0
     """What crosses that link in each direction, of all groups together; with ``gpus_per_bridge_side``."""
+    domains_per_leaf: int = 0
+    """Domains that exchange at the full rate of their NICs (under one leaf switch, or one unit of rails); 0 for all."""
+    oversubscription: float = 1.0
+    """What the NICs below a leaf can send, over what its uplinks to other leaves carry; with ``domains_per_leaf``."""
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,10 @@ def times(graph: OpGraph, durations, sharing, gap_ns: int = 0) -> list[tuple[int
         # members of a rendezvous advance together
         ([{"stream": TP, "rendezvous": 0}, {"stream": DP}, {"rank": 1, "stream": TP, "rendezvous": 0}],
          [10, 10, 10], [ALL_OF_IT] * 3, {}, [(0, 20), (0, 20), (0, 20)]),
+        # ... as long as both have something to do: then the longer one goes on at its own rate
+        ([{"stream": TP, "rendezvous": 0}, {"stream": DP}, {"rank": 1, "stream": TP, "rendezvous": 0},
+          {"rank": 1, "stream": DP}],
+         [36, 0, 11, 11], [NOTHING, NOTHING, ALL_OF_IT, ALL_OF_IT], {}, [(0, 47), (0, 0), (0, 22), (0, 22)]),
         # admission: not before the last of five waves is out
         ([{}, {"stream": TP}], [100, 10], [Demand(last_wave=0.2), NOTHING], {"admission": True},
          [(0, 100), (80, 90)]),
@@ -212,6 +216,108 @@ def test_work_is_conserved(case):
     )
     # An end is on the next whole nanosecond.
     assert sum(durations) <= busy <= sum(durations) + len(durations)
+
+
+def fluid_ends(
+    graph: OpGraph, durations: list[int], sharing: SharingPolicy
+) -> tuple[list[float], list[list[float]]]:
+    """Ends by an independent loop without a heap, and of each interval between two events: its length, the rate of
+    every operation in it.
+
+    Everything that may run does; all rates are found anew; time goes on to the first end. No admission, no gaps.
+    """
+    rows = range(len(durations))
+    operations = graph.operations
+    rank, together = operations.rank, operations.rendezvous
+    lane = list(zip(rank.tolist(), operations.stream.tolist(), strict=True))
+    left = [float(length) for length in durations]
+    begun: list[int] = []
+    ended: dict[int, float] = {}
+    now, history = 0.0, []
+    while len(ended) < len(durations):
+        changed = True
+        while changed:
+            changed = False
+            reached = [
+                row
+                for row in rows
+                if row not in begun
+                and all(int(source) in ended for source in graph.dependencies_of(row))
+                and all(other in ended for other in range(row) if lane[other] == lane[row])
+            ]
+            for row in reached:
+                group = [
+                    other for other in rows if together[row] >= 0 and together[other] == together[row]
+                ] or [row]
+                if all(other in reached for other in group) and row not in begun:
+                    begun += group
+                    changed = True
+            for row in begun:
+                if row not in ended and left[row] <= 1e-6:
+                    ended[row], changed = now, True
+        running = [row for row in begun if row not in ended]
+        waiting = [row for row in reached if row not in begun]
+        rate = dict.fromkeys(rows, 0.0)
+        for device in sorted(set(rank.tolist())):
+            own = [row for row in running if rank[row] == device]
+            taken = sum(
+                sharing.demands[sharing.classes[row]].sms_taken for row in waiting if rank[row] == device
+            )
+            rate.update(
+                zip(own, sharing.rates([int(sharing.classes[row]) for row in own], taken), strict=True)
+            )
+        for row in running:
+            if together[row] >= 0:
+                rate[row] = min(rate[other] for other in running if together[other] == together[row])
+        if not running:
+            break
+        step = min(left[row] / rate[row] for row in running)
+        history.append([step, *(rate[row] for row in rows)])
+        for row in running:
+            left[row] -= step * rate[row]
+        now += step
+    return [ended[row] for row in rows], history
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.data())
+def test_random_graphs_run_as_an_independent_loop_says(case, data):
+    graph, durations = case
+    sharing = policy(demands_of(data, len(durations)), capacities=(1.0, 1.0))
+    expected, _ = fluid_ends(graph, durations, sharing)
+    found = [end for _, end in times(graph, durations, sharing)]
+    # Every end is on the next whole nanosecond, and what follows it begins there.
+    assert found == pytest.approx(expected, abs=3 * len(durations))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.data())
+def test_no_work_is_lost_or_made_and_no_link_carries_more_than_it_can(case, data):
+    """The rates of the independent loop, which the engine follows: work, capacity, and nothing idle that is wanted."""
+    graph, durations = case
+    sharing = policy(demands_of(data, len(durations)), capacities=(1.0, 1.0))
+    _, history = fluid_ends(graph, durations, sharing)
+    demands = [sharing.demands[number] for number in sharing.classes.tolist()]
+    done = [sum(length * rates[row] for length, *rates in history) for row in range(len(durations))]
+    assert done == pytest.approx(durations, abs=1e-4)
+    for length, *rates in history:
+        if length == 0:
+            continue
+        for device in set(graph.operations.rank.tolist()):
+            own = [row for row, rate in enumerate(rates) if rate > 0 and graph.operations.rank[row] == device]
+            load = [
+                sum(rates[row] * dict(demands[row].uses).get(resource, 0.0) for row in own)
+                for resource in (0, 1)
+            ]
+            assert max(load, default=0) <= 1 + 1e-9
+            # Who is slowed by anything but SMs and its partners waits for a link that is full.
+            taken = sum(demands[row].sms_taken for row in own)
+            for row in own:
+                alone = sharing.sm_rate(demands[row], taken - demands[row].sms_taken)
+                apart = graph.operations.rendezvous[row] < 0
+                waits = any(demands[other].sms_taken for other in range(len(durations)))
+                if apart and not waits and rates[row] < alone - 1e-9:
+                    assert any(load[resource] >= 1 - 1e-9 for resource, _ in demands[row].uses)
 
 
 @settings(max_examples=100, deadline=None)

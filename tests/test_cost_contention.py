@@ -22,6 +22,7 @@ from tracesim.cost.contention import (
     gemm_blocks,
     sharing_policy,
 )
+from tracesim.errors import ScenarioError
 from tracesim.lowering import lower_scenario
 from tracesim.scenario import load_scenario, scenario_to_mapping
 from tracesim.sharing import Demand, SharingPolicy
@@ -125,3 +126,54 @@ def test_a_report_with_contention_adds_up_and_says_what_hiding_saves():
         parts = [stage["compute_ms"], *stage["exposed_communication_ms"].values(), stage["idle_ms"]]
         assert sum(parts) + stage["optimizer_ms"] == pytest.approx(report["iteration_time_ms"])
     assert report["exposed_communication"]
+
+
+def test_traffic_of_two_groups_shares_a_nic():
+    """A reduction of gradients and a transfer to the next stage leave the node at once: each waits for the other."""
+    changed = scenario(parallel__tp=8, parallel__dp=2, parallel__pp=2)
+    costs = CostModel(changed.hardware)
+    graph = lower_scenario(changed)
+    durations = costs.durations_ns(graph)
+    policy = sharing_policy(costs, graph, durations)
+    rows = {int(stream): row for row, stream in enumerate(graph.operations.stream.tolist())}
+    sending, reducing = rows[Stream.PP_SEND_NEXT], rows[Stream.DP]
+    uses = [dict(policy.demands[policy.classes[row]].uses) for row in (sending, reducing)]
+    wanted = [use[FABRIC_OUT] for use in uses]
+    rates = policy.rates([int(policy.classes[sending]), int(policy.classes[reducing])])
+    capacity = policy.capacities[FABRIC_OUT]
+    if sum(wanted) > capacity:
+        assert sum(rate * want for rate, want in zip(rates, wanted, strict=True)) == pytest.approx(capacity)
+        assert min(rates) < 1
+    # Receiving uses the other direction of the same NIC.
+    receiving = rows[Stream.PP_RECEIVE_NEXT]
+    assert policy.rates([int(policy.classes[sending]), int(policy.classes[receiving])]) == (1.0, 1.0)
+
+
+def test_products_that_leave_sms_free_lose_nothing_to_what_takes_no_more():
+    profile = load_profile("h800-sxm")
+    costs = CostModel(profile, reserved_sms=20)
+    policy = SharingPolicy(
+        np.zeros(1, dtype=np.int64),
+        (Demand(blocks=1000, sms=costs.compute.product_sms),),
+        sms=profile.sm_count,
+    )
+    (demand,) = policy.demands
+    assert [policy.sm_rate(demand, taken) for taken in (0, 8, 20)] == [1.0, 1.0, 1.0]
+    assert policy.sm_rate(demand, 24) == pytest.approx(-(-1000 // 112) / -(-1000 // 108))
+    assert policy.sm_rate(demand, 40) < 1
+    # ... and pay for it where nothing runs beside them.
+    shape = GemmShape(4096, 4096, 7168)
+    assert costs.compute.duration_ns(shape) > CostModel(profile).compute.duration_ns(shape)
+
+
+@pytest.mark.parametrize(("taken", "waves"), [(0, 1), (1, 2), (66, 2), (90, 4)])
+def test_a_norm_needs_a_wave_more_for_what_does_not_fit(taken, waves):
+    demand = Demand(second_wave=0.66)
+    policy = SharingPolicy(np.zeros(1, dtype=np.int64), (demand,), sms=132)
+    assert 1 / policy.sm_rate(demand, taken) == pytest.approx(1 + 0.66 * (waves - 1))
+
+
+@pytest.mark.parametrize("reserved", [-1, 132, "many"])
+def test_reserved_sms_must_leave_some(reserved):
+    with pytest.raises(ScenarioError, match=r"overlap\.reserved_sms"):
+        load_scenario(dense_mapping(overlap__reserved_sms=reserved))

@@ -238,6 +238,9 @@ class _Run:
         if self.duration[row]:
             device.running.remove(row)
             self.changed.add(number)
+            # A partner that has more to do is held back by this one no longer.
+            for partner in self.members.get(self.rendezvous[row], ()):
+                self.changed.add(self.device_of[partner])
         if device.kernel == row:
             device.kernel = -1
             self._admit_blocked(device, now)

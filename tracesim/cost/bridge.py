@@ -51,8 +51,3 @@ def crossing(ranks: tuple[int, ...], network: NetworkFigures, *, is_send: bool) 
         distance = min(abs(b - a) for a, b in pairwise(ranks))
         return Crossing(*sides, groups=max(1, min(distance, half)))
     return Crossing(*sides, groups=max(1, domain // members[busiest]))
-
-
-def bridge_ns(crossed: Crossing, bytes_of_group: float, network: NetworkFigures) -> float:
-    """Nanoseconds for the bytes that each crossing group moves in one direction, all sharing the bridge."""
-    return crossed.groups * bytes_of_group / network.bridge_gb_per_s

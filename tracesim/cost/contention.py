@@ -22,14 +22,15 @@ from op_graphs.vocabulary import Communication, OpKind
 
 from ..sharing import Demand, SharingPolicy
 from . import CostModel
-from .collectives import SENDS
+from .collective_plans import SENDS
 from .compute import FREE_KINDS
 from .distinct import distinct_rows
 from .gemm import figures_for, gemm_ns
 from .memory_bound import achieved_bandwidth
 
-HBM, DOMAIN_OUT, DOMAIN_IN, FABRIC_OUT, FABRIC_IN = range(5)
-"""Resources of a device: memory, and both directions of its links inside and between fast domains."""
+HBM, DOMAIN_OUT, DOMAIN_IN, FABRIC_OUT, FABRIC_IN, BRIDGE_OUT, BRIDGE_IN, UPLINK_OUT, UPLINK_IN = range(9)
+"""Resources of a device: memory, both directions of its links inside and between fast domains, and of what it shares
+with ranks that do the same: the bridge of its domain, and its part of the uplinks of its leaf."""
 
 SEND_SMS = 2
 """SMs of a send or receive: kernels beside one run 1.00 to 1.08 times as long in public traces, whatever its grid."""
@@ -50,10 +51,10 @@ WAVE_BYTES_PER_SM = 1 << 16
 """Traffic of the blocks that are resident on an SM: 2,048 threads that load and store 16 bytes each."""
 
 _DIRECTIONS: dict[Communication, tuple[int, ...]] = {
-    Communication.SEND: (DOMAIN_OUT, FABRIC_OUT),
-    Communication.RECEIVE: (DOMAIN_IN, FABRIC_IN),
+    Communication.SEND: (DOMAIN_OUT, FABRIC_OUT, BRIDGE_OUT, UPLINK_OUT),
+    Communication.RECEIVE: (DOMAIN_IN, FABRIC_IN, BRIDGE_IN, UPLINK_IN),
 }
-_BOTH = (DOMAIN_OUT, DOMAIN_IN, FABRIC_OUT, FABRIC_IN)
+_BOTH = (DOMAIN_OUT, DOMAIN_IN, FABRIC_OUT, FABRIC_IN, BRIDGE_OUT, BRIDGE_IN, UPLINK_OUT, UPLINK_IN)
 
 
 def sharing_policy(costs: CostModel, graph: OpGraph, durations: Int64) -> SharingPolicy:
@@ -80,13 +81,26 @@ def sharing_policy(costs: CostModel, graph: OpGraph, durations: Int64) -> Sharin
     first, inverse = distinct_rows([*(getattr(operations, name) for name in names), durations])
     demands = [_demand(costs, graph, int(row), int(durations[row])) for row in first]
     profile = costs.profile
-    domain, fabric = _capacity(profile.network.domain), _capacity(profile.network.fabric)
     return SharingPolicy(
         classes=inverse.astype(np.int64),
         demands=tuple(demands),
-        capacities=(achieved_bandwidth(profile.memory, "stream"), domain, domain, fabric, fabric),
+        capacities=_capacities(profile),
         sms=profile.sm_count,
     )
+
+
+def _capacities(profile: HardwareProfile) -> tuple[float, ...]:
+    """Bytes a nanosecond of each resource, in their order."""
+    network = profile.network
+    fabric = _capacity(network.fabric)
+    # A machine without a bridge has nothing that uses it.
+    links = (
+        _capacity(network.domain),
+        fabric,
+        network.bridge_gb_per_s or 1.0,
+        fabric / network.oversubscription,
+    )
+    return (achieved_bandwidth(profile.memory, "stream"), *(rate for link in links for rate in (link, link)))
 
 
 def _capacity(link: LinkFigures) -> float:
@@ -141,6 +155,10 @@ def _communication_demand(costs: CostModel, graph: OpGraph, row: int, duration: 
         DOMAIN_IN: estimate.domain_bytes,
         FABRIC_OUT: estimate.fabric_bytes,
         FABRIC_IN: estimate.fabric_bytes,
+        BRIDGE_OUT: estimate.bridge_bytes,
+        BRIDGE_IN: estimate.bridge_bytes,
+        UPLINK_OUT: estimate.uplink_bytes,
+        UPLINK_IN: estimate.uplink_bytes,
     }
     uses = [(link, moved[link] / duration) for link in _DIRECTIONS.get(what, _BOTH) if moved[link]]
     # What is sent is read from memory, what arrives is written.
