@@ -2,9 +2,10 @@
 
 ``zero`` 0 replicates everything and all-reduces gradients (DDP). 1 shards optimizer states: gradients are
 reduce-scattered, updated weights gathered (Megatron's distributed optimizer). 2 also shards gradients: they are
-reduce-scattered after every microbatch (Rajbhandari et al. 2020, "ZeRO", section 5). 3 also shards weights: a unit, one
-layer, is gathered before it runs and dropped behind it (PyTorch FSDP2, ``torch.distributed.fsdp.fully_shard``); with
-pipeline parallelism units stay gathered over the step and gradients are reduced at its end, as torchtitan does.
+reduce-scattered after every microbatch (Rajbhandari et al. 2020, "ZeRO", section 5). 3 also shards weights: a unit,
+one layer, is gathered before it runs and dropped behind it (PyTorch FSDP2, ``torch.distributed.fsdp.fully_shard``);
+with pipeline parallelism gradients are reduced at the end of the step, and units stay gathered over it, as torchtitan
+does, unless ``reshard`` says otherwise.
 ``hsdp_shard`` shards over groups of that many ranks and replicates across them.
 """
 
@@ -41,9 +42,14 @@ class DataParallelism:
         return self.context.parallel.reshards
 
     @property
+    def gathers_by_unit(self) -> bool:
+        """Whether every microbatch gathers weights unit by unit."""
+        return self.context.parallel.gathers_by_unit
+
+    @property
     def reduces_every_microbatch(self) -> bool:
-        """Whether gradients leave the rank after every microbatch."""
-        return self.zero == 2 or self.reshards
+        """Whether gradients leave the rank after every microbatch; pipelines accumulate them."""
+        return self.zero == 2 or (self.zero == 3 and self.context.parallel.pp == 1)
 
     @property
     def accumulates_main_gradients(self) -> bool:
@@ -94,8 +100,8 @@ class DataParallelism:
         master = 0.0 if context.dtype is DType.FP32 else context.training.optimizer_dtypes.master.itemsize
         if self.zero == 3:
             # The sharded parameter is the fp32 master; computing copies are gathered in the training dtype.
-            gathered = 0 if self.reshards else context.item * whole
-            gradients = 4 * sharded + (0 if self.reshards else context.item * whole)
+            gathered = 0 if self.gathers_by_unit else context.item * whole
+            gradients = 4 * sharded + (0 if self.reduces_every_microbatch else context.item * whole)
             return {
                 MemoryCategory.WEIGHTS: round(4 * sharded + gathered),
                 MemoryCategory.GRADIENTS: round(gradients),
@@ -135,7 +141,7 @@ class DataParallelism:
     def quantized_weight_bytes(self, tensors: list[ParameterTensor]) -> int:
         """Bytes of the quantised copies of weights that stay over a step; none where weights are gathered anew."""
         recipe = self.context.recipe
-        if recipe is None or self.reshards:
+        if recipe is None or self.gathers_by_unit:
             return 0
         return round(recipe.weight_size(quantized_elements(tensors)))
 

@@ -19,7 +19,8 @@ from .model_consistency import inconsistencies
 
 _MARKS = ("model_type", "architectures", "num_hidden_layers", "n_layer", "transformers_version")
 _NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
-_READERS = DENSE_READERS | EXPERT_READERS | VISION_READERS
+READERS = DENSE_READERS | EXPERT_READERS | VISION_READERS
+"""Functions from keys to fields, by ``model_type``."""
 
 
 def is_huggingface_config(mapping: Mapping[Any, Any]) -> bool:
@@ -38,11 +39,11 @@ def model_from_huggingface(config: Mapping[Any, Any], where: str, name: str = ""
             wrong keys and for features of the model that are not supported, all at once.
     """
     model_type = config.get("model_type")
-    reader = _READERS.get(model_type) if isinstance(model_type, str) else None
+    reader = READERS.get(model_type) if isinstance(model_type, str) else None
     if reader is None:
         found = "is missing" if model_type is None else f"{shown(model_type)} is not supported"
         raise ModelError(
-            f"{where}: model_type {found}; supported Hugging Face model types are {', '.join(sorted(_READERS))}. "
+            f"{where}: model_type {found}; supported Hugging Face model types are {', '.join(sorted(READERS))}. "
             "Any other decoder of their kind can be written as a model YAML file."
         )
     keys = Keys(config)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .dispatchers import DISPATCHERS, Dispatcher, RoutedSizes
 from .graph import GemmShape
 from .linear import Linear, accumulated_type, is_quantized_linear, weight_gradient_shape
-from .lower_dispatch import DISPATCHERS, Dispatcher, RoutedSizes
 from .lower_linear import forward_gemm, input_gradient_gemm, run_weight_gradient, weight_gradient
 from .lower_mlp import Mlp, MlpSaved, mlp_backward, mlp_forward, recompute_mlp
 from .lower_quantization import (

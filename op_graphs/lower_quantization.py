@@ -254,7 +254,7 @@ def prepare_weight(
     """
     recipe, elements = _recipe(context), float(linear.weight_elements)
     name, first = f"{linear.name}_weight", len(builder)
-    fresh = context.parallel.reshards
+    fresh = context.parallel.gathers_by_unit
     if recipe.stored_once and backward and not fresh:
         size = recipe.weight_size(elements, 1)
         row = transpose(builder, context, name, size, _kernels(recipe, linear))

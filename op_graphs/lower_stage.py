@@ -118,6 +118,8 @@ class _ForwardSaved:
     embedding: EmbeddingSaved | PatchSaved | None
     blocks: list[_Block]
     head: HeadSaved | PredictionSaved | ClassifierSaved | None
+    weights: dict[str, list[Tensor]]
+    """Gathered weights that stay until the backward pass, by unit."""
 
 
 def lower_chunk(context: LoweringContext, chunk: Chunk) -> ChunkPrograms:
@@ -141,7 +143,7 @@ def lower_chunk(context: LoweringContext, chunk: Chunk) -> ChunkPrograms:
     lowering = _ChunkLowering(context, chunk, rules, buckets)
     builder, saved = lowering.forward()
     forward = builder.build()
-    gathers = rules.zero >= 1 and not rules.reshards and in_forward
+    gathers = rules.zero >= 1 and not rules.gathers_by_unit and in_forward
     always = tuple(filter(rules.reduces, buckets)) if rules.reduces_every_microbatch else ()
     last = always or (tuple(filter(rules.reduces, buckets)) if in_backward else ())
     split = lowering.backward(builder, saved, (), split=True)
@@ -191,7 +193,7 @@ class _ChunkLowering:
         """The forward program under construction, and what it keeps; ``first`` is that of the first microbatch."""
         context, chunk = self.context, self.chunk
         builder = ProgramBuilder(context.names, chunk=chunk.index, phase=Phase.FORWARD)
-        builder.casts_weights = first or self.rules.reshards
+        builder.casts_weights = first or self.rules.gathers_by_unit
         weights = ShardedWeights(builder, self.rules, self._units()).with_buckets(self.buckets)
         vision: _VisionSaved | None = None
         embedding: EmbeddingSaved | PatchSaved | None = None
@@ -223,7 +225,7 @@ class _ChunkLowering:
             builder.release(hidden, builder.output_row)
         if mask is not None:
             builder.release(mask, builder.last_row)
-        return builder, _ForwardSaved(vision, embedding, blocks, head)
+        return builder, _ForwardSaved(vision, embedding, blocks, head, weights.kept())
 
     def _attention_mask(self, builder: ProgramBuilder) -> Tensor | None:
         """The mask of the data loader, a byte a pair of tokens, which first and last stage hold during forward."""
@@ -337,8 +339,9 @@ class _ChunkLowering:
         )
         builder.deferred = [] if split else None
         begin_backward(builder)
-        builder.casts_weights = self.rules.reshards
-        weights = ShardedWeights(builder, self.rules, self._units(backward=True)).with_buckets(self.buckets)
+        builder.casts_weights = self.rules.gathers_by_unit
+        weights = ShardedWeights(builder, self.rules, self._units(backward=True), saved.weights)
+        weights.with_buckets(self.buckets)
         reduction = GradientReduction(builder, self.rules, buckets)
         if isinstance(saved.head, PredictionSaved):
             gradient = prediction_backward(builder, context, saved.head, weights)

@@ -111,7 +111,7 @@ def _after(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> Program
     _reduce_replicated_gradients(builder, context, chunks)
     _optimizer_step(builder, context, chunks)
     gathers_later = not PARAMETERS.chosen(context.overlap.param_gather).in_forward
-    if rules.zero >= 1 and not rules.reshards and gathers_later:
+    if rules.zero >= 1 and not rules.gathers_by_unit and gathers_later:
         for chunk in chunks:
             # One collective for each kind of parameter; nothing is there to be hidden by finer buckets.
             for bucket in filter(

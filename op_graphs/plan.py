@@ -190,6 +190,12 @@ class ParallelPlan:
     ep_dispatcher: str = "alltoall"
     zero: int = 1
     hsdp_shard: int | None = None
+    reshard: str = "default"
+    """With ``zero: 3``, when gathered weights are dropped: ``always`` behind every unit, ``never`` between a forward
+    and its backward; ``default`` is ``always`` without a pipeline, else ``never`` (PyTorch FSDP2
+    ``reshard_after_forward``, torchtitan ``fsdp_reshard_after_forward``)."""
+    prefetch: int = 1
+    """Units whose weights are gathered ahead of the one that runs."""
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     layout: str | None = None
@@ -220,8 +226,13 @@ class ParallelPlan:
 
     @property
     def reshards(self) -> bool:
-        """Whether weights are dropped behind every unit and gathered again (ZeRO-3 without a pipeline)."""
-        return self.zero == 3 and self.pp == 1
+        """Whether weights are dropped behind every unit and gathered again."""
+        return self.zero == 3 and (self.reshard == "always" or (self.reshard == "default" and self.pp == 1))
+
+    @property
+    def gathers_by_unit(self) -> bool:
+        """Whether every microbatch gathers weights unit by unit; else they stay gathered over the step."""
+        return self.reshards or (self.zero == 3 and self.pp == 1)
 
     def replicas(self, dimension: Dimension) -> int:
         """Ranks over which parameters are replicated: along ``DP`` dense ones, along ``EDP`` experts."""

@@ -41,17 +41,26 @@ class GradientReduction:
 
 
 class ShardedWeights:
-    """Gathers a unit's weights before it runs and the next unit's while it runs, and drops them behind it.
+    """Gathers a unit's weights before it runs and those of the next units while it runs, and drops them behind it.
 
-    Does nothing where weights are not sharded by unit.
+    Where weights stay between a forward and its backward, the forward drops nothing, and ``kept`` gives the backward
+    what it need not gather. Does nothing where weights are not gathered by unit.
     """
 
-    def __init__(self, builder: ProgramBuilder, rules: DataParallelism, units: Sequence[str]) -> None:
+    def __init__(
+        self,
+        builder: ProgramBuilder,
+        rules: DataParallelism,
+        units: Sequence[str],
+        kept: dict[str, list[Tensor]] | None = None,
+    ) -> None:
         self._builder = builder
         self._rules = rules
-        self._units = list(units) if rules.reshards else []
+        self._units = list(units) if rules.gathers_by_unit else []
+        self._keeps = rules.gathers_by_unit and not rules.reshards
         self._buckets: dict[str, list[Bucket]] = {}
         self._gathered: dict[str, tuple[list[int], list[Tensor]]] = {}
+        self._from_forward = kept or {}
 
     def with_buckets(self, buckets: Sequence[Bucket]) -> ShardedWeights:
         """Set what is gathered for each unit."""
@@ -59,21 +68,32 @@ class ShardedWeights:
             self._buckets.setdefault(bucket.unit, []).append(bucket)
         return self
 
+    def kept(self) -> dict[str, list[Tensor]]:
+        """What a forward program leaves gathered, by unit."""
+        return {unit: tensors for unit, (_, tensors) in self._gathered.items()} if self._keeps else {}
+
     def enter(self, unit: str, *, prefetch: bool = True) -> None:
-        """Wait for the weights of a unit, and start gathering those of the unit behind it (``prefetch``)."""
-        if not self._units:
+        """Wait for the weights of a unit, and start gathering those of the units behind it (``prefetch``)."""
+        if not self._units or unit in self._from_forward:
             return
         self._gather(unit)
         self._builder.wait_for(*self._gathered[unit][0])
-        following = self._units.index(unit) + 1
-        if prefetch and following < len(self._units):
-            self._gather(self._units[following])
+        if prefetch:
+            following = self._units.index(unit) + 1
+            for ahead in self._units[following : following + self._rules.context.parallel.prefetch]:
+                self._gather(ahead)
 
     def leave(self, unit: str) -> None:
         """Drop the weights of a unit."""
         if not self._units:
             return
-        for tensor in self._gathered.pop(unit)[1]:
+        if unit in self._from_forward:
+            dropped = self._from_forward[unit]
+        elif self._keeps:
+            return
+        else:
+            dropped = self._gathered.pop(unit)[1]
+        for tensor in dropped:
             self._builder.release(tensor, self._builder.last_row)
 
     def _gather(self, unit: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from op_graphs.lower_context_parallel import ALGORITHMS
-from op_graphs.lower_dispatch import DISPATCHERS
+from op_graphs.context_parallel.registry import ALGORITHMS
+from op_graphs.dispatchers import DISPATCHERS
 from op_graphs.optimizers import OPTIMIZERS
 from tracesim.errors import ScenarioError
 from tracesim.scenario import Scenario, load_scenario
@@ -98,6 +98,7 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
             "etp": draw(st.sampled_from([1, 1, 2])),
             "ep_dispatcher": draw(st.sampled_from(list(DISPATCHERS))),
             "zero": draw(st.sampled_from([0, 1, 1, 2, 3])),
+            "reshard": draw(st.sampled_from(["default", "default", "always", "never"])),
         },
         "training": {
             "seq_len": 64,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from op_graphs.timeline import Timeline
-from op_graphs.vocabulary import FlowKind, OpKind, TrackRole
+from op_graphs.timeline import CommunicationGroup, Timeline
+from op_graphs.vocabulary import Communication, FlowKind, OpKind, TrackRole
 from tests.timelines import timeline_of
 from tracesim.analysis import step_windows
 from tracesim.diff import diff_timelines
@@ -193,6 +193,72 @@ def test_place_and_kind_do_not_make_a_head_out_of_a_small_product(factor, same):
     a = single_step(("mine", [("head", 10_000, OpKind.GEMM)]))
     b = single_step(("other", [("Cijk", 10_000 * factor, OpKind.GEMM)]))
     assert bool(matches(aligned(a, b))) == same
+
+
+# -- communication ------------------------------------------------------------------------------------------------
+
+
+def reduced(*members: int) -> Timeline:
+    """All-reduces of equal size back to back, each in a group of so many ranks."""
+    reduction = {
+        "kind": OpKind.COLLECTIVE,
+        "communication": Communication.ALL_REDUCE,
+        "communication_bytes": 1 << 20,
+    }
+    sizes = sorted(set(members))
+    return timeline_of(
+        [
+            {
+                "track": 0,
+                "start": 1000 * i,
+                "duration": 900 - i,
+                "name": f"all_reduce {size}",
+                "group": sizes.index(size),
+            }
+            | reduction
+            for i, size in enumerate(members)
+        ],
+        tracks=[(0, TrackRole.DEVICE, "stream 20")],
+        groups=tuple(CommunicationGroup(f"group {size}", (), size) for size in sizes),
+        steps=[(0, 1, 0, 1000 * len(members))],
+    )
+
+
+def test_collectives_match_by_the_size_of_their_group():
+    # A reduction of two ranks is gone, and names tell nothing: those of eight still match each other.
+    a, b = reduced(2, 8, 2, 8, 2, 8), reduced(8, 2, 8, 8, 2)
+    a, b = (
+        replace(t, strings=tuple(s.partition(" ")[0] if "all" in s else s for s in t.strings)) for t in (a, b)
+    )
+    found = aligned(a, b)
+    sizes = [
+        [timeline.groups[group].size for group in timeline.slices.group[rows].tolist()]
+        for timeline, rows in ((a, found.row_a), (b, found.row_b))
+    ]
+    assert sizes[0] == sizes[1]
+    assert sorted(sizes[0]) == [2, 2, 8, 8, 8]
+
+
+def test_copies_match_by_their_bytes():
+    def copied(*sizes: int) -> Timeline:
+        rows = [
+            {
+                "track": 0,
+                "start": 1000 * i,
+                "duration": 500,
+                "name": "Memcpy",
+                "kind": OpKind.MEMCPY,
+                "bytes": size,
+            }
+            for i, size in enumerate(sizes)
+        ]
+        return timeline_of(
+            rows, tracks=[(0, TrackRole.DEVICE, "stream 7")], steps=[(0, 1, 0, 1000 * len(sizes))]
+        )
+
+    a, b = copied(1 << 10, 1 << 24, 1 << 12), copied(1 << 24, 1 << 12)
+    found = aligned(a, b)
+    assert [(int(x), int(y)) for x, y in zip(found.row_a, found.row_b, strict=True)] == [(1, 0), (2, 1)]
 
 
 # -- likeness ----------------------------------------------------------------------------------------------------

@@ -138,6 +138,67 @@ def test_a_kernel_of_another_name(drawn):
     assert result["matched_fraction"] == 1
 
 
+@st.composite
+def much_edited_runs(draw: st.DrawFn) -> tuple[LayeredRun, LayeredRun, dict[str, int], set[str]]:
+    """A run, the same with several edits, the parts that they make, and the names of the kernels that are gone.
+
+    All kernels of a layer differ. What is inserted is of a kind that no kernel has, so that it is no renamed one, and
+    in a layer where something is gone nothing is renamed.
+    """
+    drawn = draw(st.lists(layers, min_size=2, max_size=5))
+    kernels = [
+        [Kernel(f"{kind.name.lower()}_{number}{'abcdef'[i]}", ns, kind) for i, (kind, ns) in enumerate(layer)]
+        for number, layer in enumerate(drawn)
+    ]
+    run = LayeredRun(tuple(map(tuple, kernels)), ranks=draw(st.integers(1, 3)), steps=draw(st.integers(1, 3)))
+    other, expected, gone = run, dict.fromkeys(("kernels", "unmatched_a", "unmatched_b"), 0), set[str]()
+    for number, layer in enumerate(kernels):
+        allowed = draw(
+            st.sampled_from([("scale", "drop", "insert", "keep"), ("scale", "rename", "insert", "keep")])
+        )
+        edited: list[Kernel] = []
+        for kernel in layer:
+            edit = draw(st.sampled_from(allowed))
+            if edit == "scale":
+                duration = max(round(kernel.duration * draw(st.floats(0.05, 8))), 1)
+                expected["kernels"] += duration - kernel.duration
+                edited.append(replace(kernel, duration=duration))
+            elif edit == "drop":
+                expected["unmatched_a"] -= kernel.duration
+                gone.add(kernel.name)
+            elif edit == "rename":
+                edited.append(replace(kernel, name=f"Cijk_{kernel.name}"))
+            else:
+                edited.append(kernel)
+            if edit == "insert":
+                more = Kernel("embedding", draw(st.integers(1, 400_000)), OpKind.MEMSET)
+                expected["unmatched_b"] += more.duration
+                edited.append(more)
+        other = other.edited(number, edited)
+    return run, other, {key: value for key, value in expected.items() if value}, gone
+
+
+@few
+@given(much_edited_runs())
+def test_many_edits_at_once(drawn):
+    run, other, expected, gone = drawn
+    result = diff(run, other)
+    assert parts(result) == expected
+    assert {row["name"] for row in result["unmatched"]["a"]} == gone
+    assert {row["name"] for row in result["unmatched"]["b"]} <= {"embedding"}
+
+
+@few
+@given(runs(), st.lists(st.integers(0, 400_000), min_size=4, max_size=4))
+def test_delays_of_all_ranks_are_idle_time(run, delays):
+    late = {(rank, layer): delays[layer] for rank in range(run.ranks) for layer in range(len(run.layers))}
+    result = diff(run, replace(run, delays=late))
+    found = parts(result)
+    # What comes before the first kernel of a run is in no window but that of its step's mark, which it has here.
+    assert sum(found.get(key, 0) for key in IDLE) == sum(delays[: len(run.layers)])
+    assert set(found) <= set(IDLE)
+
+
 @few
 @given(runs(), runs())
 def test_parts_add_up_whatever_is_compared(a, b):

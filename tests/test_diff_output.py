@@ -57,6 +57,25 @@ def test_the_second_run_is_moved_beside_the_first(merged):
     assert starts == [0, 0, 0, 0]
 
 
+def test_ranks_without_a_common_clock_are_moved_one_by_one():
+    # No collective joins the ranks of b, and rank 1 was recorded an hour later.
+    hour = 3_600_000_000_000
+    a = replace(RUN.timeline(), groups=())
+    alone = np.where(a.slices.kind == OpKind.COLLECTIVE, OpKind.MEMCPY, a.slices.kind).astype(np.int8)
+    a = replace(a, slices=a.slices.with_columns(kind=alone, group=np.full(len(a.slices), -1, dtype=np.int32)))
+    late = np.where(a.slice_ranks() == 1, hour, 0)
+    of_step = np.where(a.steps.rank == 1, hour, 0)
+    b = replace(
+        a,
+        slices=a.slices.with_columns(start=a.slices.start + late),
+        steps=a.steps.with_columns(start=a.steps.start + of_step, end=a.steps.end + of_step),
+    )
+    found = merged_timeline(compare_timelines(a, b))
+    starts = [int(found.slices.start[found.slice_ranks() == rank].min()) for rank in range(4)]
+    assert starts == [0, 0, 0, 0]
+    assert found.steps.start.tolist() == [*a.steps.start.tolist()] * 2
+
+
 def test_all_slices_are_kept_and_matched_ones_joined(merged):
     count = len(RUN.timeline().slices)
     assert len(merged.slices) == 2 * count

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from op_graphs.vocabulary import OpKind
+from op_graphs.vocabulary import OpKind, TrackRole
 from tests.chunk_pair import pair_timeline
 from tests.test_chunk_pair import deepseek
 from tracesim.diff import compare_timelines, diff_timelines
@@ -126,6 +127,37 @@ def test_measured_kernels_find_their_simulated_operations(shared_data):
     )
     assert ratio.max() < 2.5
     assert ratio.min() > 1 / 2.5
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_edits_of_a_real_trace_are_found(shared_data, seed):
+    # 3 % of the kernels are renamed and 5 % take three times as long, and 2 % are gone from the device.
+    a = read_trace(shared_data / "traces" / "hta" / "trace_diff" / "control")
+    chance = np.random.default_rng(seed).random(len(a.slices))
+    kernel = a.on_device() & ~np.isin(a.slices.kind, (OpKind.COLLECTIVE, OpKind.MEMCPY, OpKind.MEMSET))
+    renamed, slower, gone = (
+        kernel & (chance >= low) & (chance < low + share)
+        for low, share in ((0, 0.03), (0.1, 0.05), (0.2, 0.02))
+    )
+    slices = a.slices.with_columns(
+        name=np.where(renamed, len(a.strings), a.slices.name).astype(np.int32),
+        duration=np.where(slower, 3 * a.slices.duration, a.slices.duration),
+        # On a track of the host a slice is no part of the device's time.
+        track=np.where(gone, np.flatnonzero(a.tracks.role == TrackRole.HOST)[0], a.slices.track).astype(
+            np.int32
+        ),
+    )
+    kept = np.flatnonzero(~gone[a.flows.target])
+    b = replace(a, slices=slices, flows=a.flows.take(kept), strings=(*a.strings, "renamed"))
+    alignment = compare_timelines(a, b).alignment
+    partner = np.full(len(a.slices), -1)
+    whole = alignment.how != PIECE
+    partner[alignment.row_a[whole]] = alignment.row_b[whole]
+    right = partner == np.arange(len(a.slices))
+    # Where equal kernels follow each other, it cannot be told which one is gone.
+    assert right[kernel & ~renamed & ~gone].mean() > 0.99
+    assert right[renamed].mean() > 0.95
+    assert (partner[gone] < 0).mean() > 0.8
 
 
 @pytest.mark.parametrize("path", sorted({path for pair in PAIRS.values() for path in pair}))

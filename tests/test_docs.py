@@ -9,6 +9,8 @@ In README.md, CONTRIBUTING.md and docs/*.md, in the order of the page and in one
 - ```` ```yaml ```` blocks that begin with ``# scenario`` or ``# hardware profile`` are loaded as such. A file name
   behind it (``# scenario: mine.yaml``) keeps the block under that name for the commands that follow.
 
+Files below ``tests/data`` of the repository are there under that name.
+
 ``<!-- not run: reason -->`` on the line before a block leaves it out.
 """
 
@@ -128,6 +130,8 @@ def run_block(block: Block, page: Path, names: dict[str, Any]) -> None:
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 def test_a_page_runs_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "data").symlink_to(REPOSITORY / "tests" / "data")
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(page.read_text("utf-8")):
         if block.run and block.language in RUNNABLE:

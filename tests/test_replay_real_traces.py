@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.replay import main, measure_path
-from tracesim.errors import ScenarioError, TraceError
+from tracesim.errors import ScenarioError
 from tracesim.readers import read_trace
 from tracesim.replay import Rebuilt, ask, describe_limits, predict_across_steps, rebuild, replay, unexplained
 from tracesim.replay.across import COPY, summary
@@ -84,13 +84,48 @@ def test_no_what_if_no_change_on_a_real_run(shared_data: Path) -> None:
     assert found.step == found.low == found.high == step_duration(step_times(replay(rebuilt)))
 
 
-def test_a_trace_without_a_device_is_refused(shared_data: Path) -> None:
-    with pytest.raises(TraceError, match="no kernels or copies"):
-        rebuild(read_trace([shared_data / "traces/hta/cpu_only"]))
+@pytest.mark.parametrize(
+    ("trace", "what_if", "ratio"),
+    [
+        # Most of the step is one forward and one backward.
+        ("hta/trace_diff/control", "microbatches=2", (1.8, 2.0)),
+        # 615 slices are recomputed, and most of the time is communication.
+        ("tracelens/mi300__resnet_act_checkpoint.json.gz", "recompute.off=.", (0.97, 0.99)),
+        # Sending and computing after one another takes the sum of both.
+        ("deepseek/train.json.gz", "overlap.collective=none", (1.75, 1.9)),
+        # Four stages and microbatches: 11 instead of 7 times a forward and a backward, and what frames them.
+        ("straggler/timeline-ST.json.gz", "microbatches=8", (1.55, 1.72)),
+        ("straggler/timeline-ST.json.gz", "schedule=gpipe", (0.98, 1.05)),
+    ],
+)
+def test_changes_of_the_program_of_a_real_run(
+    shared_data: Path, trace: str, what_if: str, ratio: tuple[float, float]
+) -> None:
+    rebuilt = rebuilt_from(shared_data / "traces" / trace)
+    found = ask(rebuilt, [what_if], unexplained(rebuilt))
+    assert ratio[0] <= found.step / found.base_step <= ratio[1]
+
+
+def test_a_pipeline_that_is_not_told_apart_is_named(shared_data: Path) -> None:
+    rebuilt = rebuilt_from(shared_data / "traces/straggler/ideal-timeline-ST.json.gz")
+    with pytest.raises(ScenarioError, match="nothing says which microbatch a slice is of; looked for"):
+        ask(rebuilt, ["microbatches=8"], unexplained(rebuilt))
+
+
+def test_a_run_on_cpu_is_replayed_by_its_threads(shared_data: Path) -> None:
+    rebuilt = rebuilt_from(shared_data / "traces/hta/cpu_only")
+    assert [abs(time.error) < 1e-4 for time in step_times(replay(rebuilt))] == [True] * 5
+    notes = describe_limits(rebuilt, unexplained(rebuilt))
+    assert any(note.startswith("1 of 300 ranks are given and stand for the others") for note in notes)
+    # 83 % of its steps are all-reduces of gloo, most of that waiting for ranks that the trace does not hold.
+    assert ask(rebuilt, ["communication=0"], unexplained(rebuilt)).change < -0.7
 
 
 def test_the_benchmark_prints_json(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(shared_data / "traces" / name) for name in ("torchrec/resnet18", "hta/cpu_only")]
+    paths = [
+        str(shared_data / "traces" / name)
+        for name in ("torchrec/resnet18", "odd/git-lfs-pointer_kineto_trace.json")
+    ]
     assert main([*paths, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert {"path", "step", "ranks", "measured_ms", "replayed_ms", "error_pct"} <= set(result["traces"][0])

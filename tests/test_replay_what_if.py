@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from hardware_profiles import load_profile
-from op_graphs.vocabulary import OpKind
+from op_graphs.timeline import CommunicationGroup
+from op_graphs.vocabulary import OpKind, Phase
 from tests.recordings import US, Recording, queued_kernels, two_ranks
 from tracesim.errors import ScenarioError
 from tracesim.replay import WHAT_IFS, Outcome, Rebuilt, ask, parse_what_ifs, rebuild, unexplained
 from tracesim.replay.what_if.outcome import change
+from tracesim.replay.what_if.registry import WhatIf
 
 
 def outcome(rebuilt: Rebuilt, *texts: str) -> Outcome:
@@ -100,6 +102,41 @@ def test_no_what_if_is_no_change() -> None:
     same = change(rebuilt, [])
     assert same is rebuilt
     assert outcome(rebuilt, "scale=1").change == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "scale=1",
+        "scale.kind.gemm=1",
+        "scale.phase.forward=1",
+        "scale.layer.1=1",
+        "scale.name=kernel:1",
+        "set.name=optimizer:100",
+        "rank.0=1",
+        "hardware=h100-sxm:h100-sxm",
+        "network.bandwidth=1",
+        "network.latency=1",
+        "network.algorithm=h100-sxm:ring:ring",
+        "network.topology=h100-sxm:h100-sxm",
+        "network.domain=h100-sxm:8",
+        "dp=h100-sxm:4",
+        "communication=1",
+        "communication.sms=h100-sxm:24:24",
+        "stream.gemm=stream 7",
+        "stream.name=all_reduce:stream 20",
+        "microbatches=1",
+        "schedule=1f1b",
+        "host=1",
+    ],
+)
+def test_every_what_if_that_has_a_neutral_value_changes_nothing_at_it(text: str) -> None:
+    recording = training()
+    reduce = next(row for row in recording.slices if row["name"] == "all_reduce")
+    reduce |= {"group": 0, "communication_bytes": 1 << 24, "phase": Phase.GRADIENT_SYNC}
+    rebuilt = rebuild(recording.timeline([CommunicationGroup("dp", (0, 8, 16, 24), 4)]))
+    found = outcome(rebuilt, text)
+    assert found.step == found.base_step == found.low == found.high
 
 
 def test_twice_all_durations_is_twice_the_time_where_nothing_waits_for_the_host() -> None:
@@ -196,6 +233,15 @@ def test_a_run_that_hangs_on_unexplained_lateness_is_refused() -> None:
     recording.launch("stalled", 60, 5000, 10)
     with pytest.raises(ScenarioError, match=r"refused, because .* of the step hangs on lateness"):
         outcome(rebuild(recording.timeline()), "scale=2")
+
+
+@pytest.mark.parametrize("what_if", WHAT_IFS, ids=lambda what_if: f"{what_if.key}{what_if.value}")
+def test_every_what_if_is_refused_on_such_a_run(what_if: WhatIf) -> None:
+    recording = queued_kernels([50, 30, 20, 40])
+    recording.launch("stalled", 60, 5000, 10)
+    text = f"{what_if.key}{'name' if what_if.prefix else ''}={what_if.value}"
+    with pytest.raises(ScenarioError, match="refused, because"):
+        outcome(rebuild(recording.timeline()), text)
 
 
 def test_a_run_with_some_unexplained_lateness_gets_a_range() -> None:

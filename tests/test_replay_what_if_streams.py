@@ -15,7 +15,7 @@ from tests.recordings import US, Recording, queued_kernels
 from tracesim.cli import main
 from tracesim.errors import ScenarioError
 from tracesim.readers import read_trace
-from tracesim.replay import Outcome, Rebuilt, ask, parse_what_ifs, rebuild, unexplained
+from tracesim.replay import EdgeKind, Outcome, Rebuilt, ask, parse_what_ifs, rebuild, unexplained
 from tracesim.replay.run import replay, step_duration, step_times
 from tracesim.replay.what_if.outcome import change
 
@@ -142,6 +142,25 @@ def test_twice_all_durations_is_still_twice_the_time(stream: str) -> None:
     twice = change(rebuilt, parse_what_ifs(["scale=2", "host=0"]))
     assert device.any()
     assert step_duration(step_times(replay(twice))) == pytest.approx(2 * once, abs=20 * US)
+
+
+def test_launches_are_no_order_where_a_slice_waits_for_one_launched_later() -> None:
+    """Another thread launched the gather late, and the host of the first waited for it unseen."""
+    recording = Recording()
+    recording.launch("first", 0, 7, 100)
+    recording.launch("late", 10, 330, 100)
+    gather = {"kind": OpKind.COLLECTIVE, "communication": Communication.ALL_GATHER}
+    recording.launch("gather", 50, 110, 220, "stream 20", thread="thread 2", columns=gather)
+    rebuilt = rebuild(recording.timeline())
+    waiting = rebuilt.edges.kind == EdgeKind.EVENT
+    assert waiting.any()
+    assert measured_us(change(rebuilt, parse_what_ifs(["overlap.all_gather=none"]))) == pytest.approx(
+        423, abs=5
+    )
+
+
+def measured_us(rebuilt: Rebuilt) -> float:
+    return step_duration(step_times(replay(rebuilt))) / US
 
 
 @pytest.mark.parametrize(

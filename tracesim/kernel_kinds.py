@@ -241,7 +241,8 @@ def kind_of_communication(transfer: int) -> OpKind:
 
 def parse_communication(name: str) -> Communication:
     """The transfer a collective name means (``_allgather_base``, ``nccl:all_reduce``, ``send 0->1``), NONE for ''."""
-    plain = re.sub(r"[_\s-]|coalesced", "", name.lower().removeprefix("nccl:").removeprefix("c10d::"))
+    plain = name.lower().removeprefix("nccl:").removeprefix("gloo:").removeprefix("c10d::")
+    plain = re.sub(r"[_\s-]|coalesced", "", plain)
     if not plain:
         return Communication.NONE
     return next((value for prefix, value in _COLLECTIVES if plain.startswith(prefix)), Communication.UNKNOWN)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from op_graphs.lower_context_parallel import a2a_degree
+from op_graphs.context_parallel.switched import a2a_degree
 from op_graphs.model import ModelDescription
 from op_graphs.plan import ParallelPlan, TrainingPlan
 
@@ -125,6 +125,19 @@ def check_sharding(parallel: ParallelPlan, problems: Problems) -> None:
             parallel.zero,
             f"scatters gradients after every microbatch, which a pipeline (pp = {parallel.pp}) accumulates; "
             "set zero: 1 or zero: 3",
+        )
+    if parallel.reshard != "default" and parallel.zero != 3 and problems.sound("parallel.reshard"):
+        problems.add(
+            "parallel.reshard",
+            parallel.reshard,
+            f"drops gathered weights, which only zero: 3 has (zero is {parallel.zero}); leave it out",
+        )
+    if parallel.prefetch != 1 and not parallel.gathers_by_unit and problems.sound("parallel.prefetch"):
+        problems.add(
+            "parallel.prefetch",
+            parallel.prefetch,
+            "gathers weights of layers ahead, which only zero: 3 without a pipeline, or with reshard: always, does; "
+            "leave it out",
         )
     shard = parallel.hsdp_shard
     if shard is None:

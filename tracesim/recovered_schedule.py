@@ -1,7 +1,8 @@
 """The pipeline schedule that a run really executed, recovered from its trace, and what each of its bubbles waited for.
 
 Actions come from pipeline tracks of tracesim, from ``PP:0F1`` annotations of ``torch.distributed.pipelining``, or from
-compute that knows its microbatch (traces of micro-operations). Of each pipeline rank one replica is taken.
+compute that knows its microbatch (traces of micro-operations), else from kernels, sends and receives alone
+(``tracesim.recovered_kernels``). Of each pipeline rank one replica is taken.
 
 A bubble is a stretch of the pipeline's time in which a rank runs no action. Up to the end of the action on another rank
 whose output it waits for, it is
@@ -25,7 +26,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import yaml
 
-from op_graphs.columns import Int64
 from op_graphs.timeline import Timeline
 from op_graphs.vocabulary import OpKind, Phase
 from schedules import (
@@ -48,6 +48,8 @@ from .analysis.idle import HOST
 from .analysis.intervals import Intervals, intersect, subtract, union
 from .analysis.pipeline import Actions, find_actions
 from .errors import TraceError
+from .recovered_flow import RankActions
+from .recovered_kernels import actions_from_kernels
 
 BUBBLE_CAUSES = (
     "warm_up",
@@ -92,7 +94,7 @@ class RecoveredSchedule:
     """Global rank that was looked at for each pipeline rank."""
     step: int
     method: str
-    """``pipeline tracks``, ``annotations`` or ``compute slices``."""
+    """``pipeline tracks``, ``annotations``, ``compute slices`` or ``kernels``."""
     bubbles: tuple[Bubble, ...]
     matches: tuple[str, ...]
     """Names of schedules with the same order of actions on every rank."""
@@ -103,17 +105,6 @@ class RecoveredSchedule:
         for bubble in self.bubbles:
             totals[bubble.rank][bubble.cause] += bubble.end - bubble.start
         return tuple(totals)
-
-
-@dataclass(frozen=True)
-class _Row:
-    """The actions of one pipeline rank in order, with their times in nanoseconds."""
-
-    rank: int
-    """Row of :attr:`Timeline.ranks`."""
-    actions: tuple[Action, ...]
-    start: Int64
-    end: Int64
 
 
 def recover_schedule(analysis: Analysis, step: int | None = None) -> RecoveredSchedule:
@@ -127,19 +118,8 @@ def recover_schedule(analysis: Analysis, step: int | None = None) -> RecoveredSc
         TraceError: if the trace shows no pipeline actions, not all ranks of a pipeline, or no such step.
     """
     timeline = analysis.timeline
-    found = find_actions(timeline, slice_dimensions(timeline))
-    if found is None or not len(found.rank):
-        raise TraceError(
-            "the trace shows no pipeline actions: it needs pipeline tracks, PP: annotations "
-            "(torch.distributed.pipelining under a profiler) or compute that knows its microbatch"
-        )
     intended = _intended_by_scenario(timeline)
-    replica = _one_replica(timeline, found)
-    windows = [found_step.window for found_step in analysis.steps]
-    window_of = _windows_of_step(windows, replica, found, step)
-    rows = [
-        _row(timeline, found, rank, place, window_of[rank], intended) for place, rank in enumerate(replica)
-    ]
+    rows, window_of, method = _rows_of_step(analysis, intended, step)
     schedule = _as_schedule(timeline, rows, intended)
     low = min(int(row.start.min()) for row in rows)
     high = max(int(row.end.max()) for row in rows)
@@ -148,15 +128,37 @@ def recover_schedule(analysis: Analysis, step: int | None = None) -> RecoveredSc
         tuple(tuple(((row.start - low) / _NANOSECONDS_PER_MILLISECOND).tolist()) for row in rows),
         tuple(tuple(((row.end - low) / _NANOSECONDS_PER_MILLISECOND).tolist()) for row in rows),
     )
-    method = "annotations" if _is_annotated(timeline, found) else "pipeline tracks"
     return RecoveredSchedule(
         times=times,
-        ranks=tuple(timeline.ranks.rank[replica].tolist()),
-        step=window_of[replica[0]].step,
-        method="compute slices" if (found.name < 0).all() else method,
+        ranks=tuple(timeline.ranks.rank[[row.rank for row in rows]].tolist()),
+        step=window_of[rows[0].rank].step,
+        method=method,
         bubbles=tuple(_Bubbles(analysis, schedule, rows, window_of, (low, high)).all()),
         matches=_matching_names(schedule),
     )
+
+
+def _rows_of_step(
+    analysis: Analysis, intended: Schedule | None, step: int | None
+) -> tuple[list[RankActions], dict[int, Window], str]:
+    """Actions of each pipeline rank, their windows by rank, and where the actions come from."""
+    timeline = analysis.timeline
+    found = find_actions(timeline, slice_dimensions(timeline))
+    if found is None or not len(found.rank):
+        from_kernels = actions_from_kernels(analysis, step)
+        if from_kernels is None:
+            raise TraceError(
+                "the trace shows no pipeline actions: it needs pipeline tracks, PP: annotations "
+                "(torch.distributed.pipelining under a profiler), compute that knows its microbatch, or the kernels of "
+                "at least two ranks that send to each other"
+            )
+        return (*from_kernels, "kernels")
+    replica = _one_replica(timeline, found)
+    windows = _windows_of_step([of.window for of in analysis.steps], replica, found, step)
+    rows = [_row(timeline, found, rank, place, windows[rank], intended) for place, rank in enumerate(replica)]
+    if (found.name < 0).all():
+        return rows, windows, "compute slices"
+    return rows, windows, "annotations" if _is_annotated(timeline, found) else "pipeline tracks"
 
 
 def _is_annotated(timeline: Timeline, found: Actions) -> bool:
@@ -214,7 +216,7 @@ def _windows_of_step(
 
 def _row(
     timeline: Timeline, found: Actions, rank: int, place: int, window: Window, intended: Schedule | None
-) -> _Row:
+) -> RankActions:
     middle = (found.start + found.end) // 2
     rows = np.flatnonzero((found.rank == rank) & (middle >= window.start) & (middle < window.end))
     rows = rows[np.lexsort((rows, found.start[rows]))]
@@ -226,7 +228,7 @@ def _row(
         _action(timeline, found, row, place, pp, stages, plan)
         for row, plan in zip(rows.tolist(), planned, strict=True)
     )
-    return _Row(rank, actions, found.start[rows], found.end[rows])
+    return RankActions(rank, actions, found.start[rows], found.end[rows])
 
 
 def _action(
@@ -255,7 +257,7 @@ def _action(
     return Action(stage, kind, int(found.microbatch[row]))
 
 
-def _as_schedule(timeline: Timeline, rows: Sequence[_Row], intended: Schedule | None) -> Schedule:
+def _as_schedule(timeline: Timeline, rows: Sequence[RankActions], intended: Schedule | None) -> Schedule:
     actions = _dense([row.actions for row in rows])
     name = timeline.name or "trace"
     if intended is not None:
@@ -351,7 +353,7 @@ class _Bubbles:
         self,
         analysis: Analysis,
         schedule: Schedule,
-        rows: Sequence[_Row],
+        rows: Sequence[RankActions],
         windows: dict[int, Window],
         span: tuple[int, int],
     ) -> None:
@@ -460,7 +462,7 @@ def _kinds(action: Action) -> tuple[str, ...]:
     return tuple(sorted(part.kind.value for part in action.parts))
 
 
-def _mean_times(row: _Row) -> dict[tuple[str, ...], float]:
+def _mean_times(row: RankActions) -> dict[tuple[str, ...], float]:
     """Mean nanoseconds of each kind of action of a rank."""
     times: dict[tuple[str, ...], list[int]] = {}
     for action, length in zip(row.actions, (row.end - row.start).tolist(), strict=True):

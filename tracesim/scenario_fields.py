@@ -7,12 +7,12 @@ line in :data:`FIELDS` and a field of the same name in the plan of ``op_graphs.p
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from op_graphs.lower_context_parallel import ALGORITHMS
-from op_graphs.lower_dispatch import DISPATCHERS
+from op_graphs.context_parallel.registry import ALGORITHMS
+from op_graphs.dispatchers import DISPATCHERS
 from op_graphs.optimizers import OPTIMIZERS
 from op_graphs.overlap.registry import OVERLAP_POINTS
 from op_graphs.plan import (
@@ -23,6 +23,7 @@ from op_graphs.plan import (
     Recompute,
     TrainingPlan,
 )
+from op_graphs.recompute_rules import LAYER_RULES
 from op_graphs.vocabulary import DType
 from schedules.registry import schedule_names
 
@@ -30,7 +31,6 @@ from .yaml_reading import describe_type
 
 SCHEDULES = schedule_names()
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
-RECOMPUTE_METHODS = ("uniform", "block")
 LOW_PRECISION = ("fp8-tensorwise", "fp8-blockwise", "mxfp8", "nvfp4")
 """Training precisions whose linears run on quantised operands, and everything else in bf16."""
 DTYPES: dict[str, DType] = {
@@ -81,11 +81,12 @@ def _policy(default: bool | str, names: tuple[str, ...]) -> FieldRule:
     )
 
 
-def _choice(default: str, choices: Iterable[str]) -> FieldRule:
+def _choice(default: str, choices: Collection[str]) -> FieldRule:
     names = tuple(choices)
     return FieldRule(
         f"must be one of {', '.join(names)}",
-        lambda value: isinstance(value, str) and value in names,
+        # A registry may have got an entry since.
+        lambda value: isinstance(value, str) and value in choices,
         default,
         names,
     )
@@ -110,15 +111,21 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "tp": _count(_PARALLEL.tp),
         "sp": _flag(_PARALLEL.sp),
         "cp": _count(_PARALLEL.cp),
-        "cp_comm": _choice(_PARALLEL.cp_comm, tuple(ALGORITHMS)),
+        "cp_comm": _choice(_PARALLEL.cp_comm, ALGORITHMS),
         "pp": _count(_PARALLEL.pp),
         "vpp": _count(_PARALLEL.vpp),
         "dp": _count(_PARALLEL.dp),
         "ep": _count(_PARALLEL.ep),
         "etp": _count(_PARALLEL.etp),
-        "ep_dispatcher": _choice(_PARALLEL.ep_dispatcher, tuple(DISPATCHERS)),
+        "ep_dispatcher": _choice(_PARALLEL.ep_dispatcher, DISPATCHERS),
         "zero": FieldRule("must be 0, 1, 2 or 3", _is_level, _PARALLEL.zero),
         "hsdp_shard": _optional_count(),
+        "reshard": _choice(_PARALLEL.reshard, ("default", "always", "never")),
+        "prefetch": FieldRule(
+            "must be a whole number from 0 to 64",
+            lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 64,
+            _PARALLEL.prefetch,
+        ),
         "first_stage_layers": _optional_count(),
         "last_stage_layers": _optional_count(),
         "layout": FieldRule(
@@ -309,8 +316,8 @@ def read_recompute(value: object, problems: Problems) -> Recompute:
     layers, method = value.get("layers", 1), value.get("method", "uniform")
     if not _is_count(layers, 1 << 20):
         problems.add(f"{path}.layers", layers, "must be a whole number from 1")
-    if method not in RECOMPUTE_METHODS:
-        problems.add(f"{path}.method", method, f"must be {' or '.join(RECOMPUTE_METHODS)}")
+    if method not in LAYER_RULES:
+        problems.add(f"{path}.method", method, f"must be {' or '.join(LAYER_RULES)}")
     if value.get("modules") is None:
         if not {"layers", "method"} & set(value):
             problems.add(

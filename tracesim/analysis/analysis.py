@@ -12,6 +12,7 @@ from op_graphs.timeline import Timeline
 from tracesim.analysis.breakdown import Breakdown, StepParts, breakdowns, slice_dimensions, step_parts
 from tracesim.analysis.causes import Causes, find_causes
 from tracesim.analysis.clocks import ClockOffsets, align_clocks, estimate_offsets
+from tracesim.analysis.cpu_runs import threads_as_devices
 from tracesim.analysis.critical_path import CriticalPath, CriticalPaths
 from tracesim.analysis.idle import IdlePieces, explain_gaps
 from tracesim.analysis.intervals import Intervals, clip, intersect, join, subtract, union
@@ -81,7 +82,8 @@ class Analysis:
 
 
 def analyze(timeline: Timeline) -> Analysis:
-    """Analyze a timeline, simulated or measured."""
+    """Analyze a timeline, simulated or measured; of a run on CPU its threads are the devices."""
+    timeline = threads_as_devices(timeline)
     matches = match_communication(timeline)
     clocks = estimate_offsets(timeline, matches)
     timeline = align_clocks(timeline, clocks)

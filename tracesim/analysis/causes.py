@@ -131,6 +131,8 @@ def find_causes(timeline: Timeline, transfers: Transfers) -> Causes:
     time[known] = np.minimum(end[source], start[known])
     on_device = np.zeros(count, dtype=np.bool_)
     on_device[device] = True
+    # Of a run on CPU the call is a slice of a device track.
+    cause[(cause == Cause.LAUNCH) & on_device[np.maximum(row, 0)]] = Cause.OTHER_STREAM
     return Causes(on_device, cause, row, time, start - time, tolerance, host_ready, launch, position)
 
 

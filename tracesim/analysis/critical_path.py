@@ -239,10 +239,11 @@ class _Walk:
 
 
 def _piece_of_kind(timeline: Timeline) -> Int8:
-    """COMPUTE, COMMUNICATION or MEMORY of each slice."""
+    """COMPUTE, COMMUNICATION, MEMORY or HOST (work of a thread that is a device) of each slice."""
     kind = timeline.slices.kind
     piece = np.full(len(kind), COMPUTE, dtype=np.int8)
     piece[(kind == OpKind.COLLECTIVE) | (kind == OpKind.P2P)] = COMMUNICATION
     on_stream = timeline.slice_roles() != TrackRole.COMPUTE
     piece[((kind == OpKind.MEMCPY) | (kind == OpKind.MEMSET)) & on_stream] = MEMORY
+    piece[kind == OpKind.HOST] = HOST
     return piece

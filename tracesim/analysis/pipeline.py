@@ -237,6 +237,8 @@ def _annotations(timeline: Timeline) -> Actions | None:
     start, end = slices.start[rows], slices.start[rows] + slices.duration[rows]
     if of_device.any():
         kept = of_device
+    elif timeline.properties.get("devices") == "threads":
+        kept = np.ones(len(rows), dtype=np.bool_)
     else:
         start, end, kept = _launched_within(timeline, rank, start, end)
     unknown = np.full(int(kept.sum()), -1, dtype=np.int32)

@@ -40,10 +40,12 @@ def step_windows(timeline: Timeline) -> list[Window]:
     """
     slices = timeline.slices
     row_rank = timeline.slice_ranks()
-    launches = timeline.flows.take(np.nonzero(timeline.flows.kind == FlowKind.LAUNCH)[0])
+    device = timeline.on_device()
+    # A launch from a device track, as of a run on CPU, is no launch ahead of the device.
+    launched = (timeline.flows.kind == FlowKind.LAUNCH) & ~device[timeline.flows.source]
+    launches = timeline.flows.take(np.flatnonzero(launched))
     launch_time = slices.start[launches.source]
     launch_rank = row_rank[launches.source]
-    device = timeline.on_device()
     found: list[Window] = []
     for rank in range(len(timeline.ranks)):
         steps = timeline.steps.take(np.nonzero(timeline.steps.rank == rank)[0])

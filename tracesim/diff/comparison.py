@@ -9,6 +9,7 @@ from typing import Any
 from op_graphs.timeline import Timeline
 from tracesim.analysis import Breakdown, step_windows
 from tracesim.analysis.clocks import align_clocks, estimate_offsets
+from tracesim.analysis.cpu_runs import threads_as_devices
 from tracesim.analysis.matching import match_communication
 from tracesim.diff.alignment import Alignment, align_timelines
 from tracesim.diff.attribution import Attribution, attribute, mean_parts
@@ -44,6 +45,7 @@ class Comparison:
 
 def compare_timelines(a: Timeline, b: Timeline) -> Comparison:
     """Align two timelines and attribute the difference of their steps."""
+    a, b = threads_as_devices(a), threads_as_devices(b)
     figures = _figures(a, b)
     (a, claims_a), (b, claims_b) = _prepared(a), _prepared(b)
     ranks = pair_ranks(a, b, step_windows(a), step_windows(b))

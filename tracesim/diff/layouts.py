@@ -15,16 +15,17 @@ import numpy as np
 
 from op_graphs.columns import Bool, Int64
 from op_graphs.timeline import Timeline
-from op_graphs.vocabulary import FlowKind, OpKind, Phase
+from op_graphs.vocabulary import Dimension, FlowKind, OpKind, Phase
 from tracesim.analysis import Window, slice_dimensions
 from tracesim.analysis.windows import busiest_track
 from tracesim.diff.pairing import RankPair
 
 COMMUNICATION = 2
-"""Group of communication that no parallel dimension is known for; those of the dimensions follow."""
+"""Group of communication of which nothing is known; those of the parallel dimensions follow, then group sizes."""
 
 _MAIN, _OTHER = 0, 1
-_GROUPS = 32
+_GROUPS = 64
+_MOST_SIZES = 48
 _PARTS = 8
 _WEIGHTS = 4
 _PART_OF_PHASE = {
@@ -75,6 +76,7 @@ def lay_out(a: Timeline, b: Timeline, ranks: Sequence[RankPair]) -> tuple[Layout
         for timeline, dimensions in zip((a, b), by_dimension, strict=True)
     ):
         by_dimension = [np.zeros_like(dimensions) for dimensions in by_dimension]
+    by_dimension = _by_members((a, b), by_dimension)
     sides = [
         _side(timeline, dimensions, ranks, side)
         for side, (timeline, dimensions) in enumerate(zip((a, b), by_dimension, strict=True))
@@ -96,6 +98,22 @@ def lay_out(a: Timeline, b: Timeline, ranks: Sequence[RankPair]) -> tuple[Layout
         order = np.lexsort((row, timeline.slices.start[row], part, group, segment))
         layouts.append(Layout(row[order], segment[order], group[order], part[order]))
     return layouts[0], layouts[1]
+
+
+def _by_members(timelines: tuple[Timeline, Timeline], by_dimension: list[Int64]) -> list[Int64]:
+    """Numbers above those of dimensions for transfers of no known one, by group sizes that both sides have."""
+    members = []
+    for timeline, dimensions in zip(timelines, by_dimension, strict=True):
+        sizes = np.array([*(g.size or len(g.ranks) for g in timeline.groups), 0], dtype=np.int64)
+        of_slice = np.where(timeline.on_device() & (dimensions == 0), sizes[timeline.slices.group], 0)
+        members.append(of_slice)
+    common = np.intersect1d(members[0], members[1])
+    common = common[common > 0][:_MOST_SIZES]
+    found = []
+    for dimensions, of_slice in zip(by_dimension, members, strict=True):
+        known = np.isin(of_slice, common)
+        found.append(np.where(known, len(Dimension) + np.searchsorted(common, of_slice), dimensions))
+    return found
 
 
 def _side(

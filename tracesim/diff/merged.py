@@ -37,7 +37,7 @@ DIFFERENCE_COUNTER = "b behind a (ms)"
 def merged_timeline(comparison: Comparison) -> Timeline:
     """Both runs of a comparison in one timeline."""
     alignment = comparison.alignment
-    a, b = alignment.a, _moved(alignment.b, _shift(alignment))
+    a, b = alignment.a, _moved(alignment.b, _shifts(alignment))
     merged = _side_by_side(a, b)
     pairs = np.flatnonzero(alignment.how != PIECE)
     row_a, row_b = alignment.row_a[pairs], alignment.row_b[pairs] + len(a.slices)
@@ -48,19 +48,30 @@ def merged_timeline(comparison: Comparison) -> Timeline:
     return _with_counters(merged, _running_differences(alignment, b), len(a.ranks))
 
 
-def _shift(alignment: Alignment) -> int:
-    """What is added to times of b; one number, so that its ranks keep their distances."""
+def _shifts(alignment: Alignment) -> Int64:
+    """What is added to the times of each rank of b, by row of its ranks.
+
+    It is one number, so that ranks keep their distances, unless a rank would come to lie more than one of its steps
+    from its partner in a: then the ranks of a run have no common clock, and each is moved by its own.
+    """
     fitted = [clock.offset for clock in alignment.clocks]
-    return -int(np.median(fitted)) if fitted else 0
+    common = int(np.median(fitted)) if fitted else 0
+    shifts = np.full(len(alignment.b.ranks), -common, dtype=np.int64)
+    for rank, offset in zip(alignment.ranks, fitted, strict=True):
+        if abs(offset - common) > max(max(step.a.length, step.b.length) for step in rank.steps):
+            shifts[rank.b] = -offset
+    return shifts
 
 
-def _moved(timeline: Timeline, shift: int) -> Timeline:
+def _moved(timeline: Timeline, shifts: Int64) -> Timeline:
     slices, samples, steps = timeline.slices, timeline.counter_samples, timeline.steps
+    of_sample = shifts[timeline.counter_tracks.rank[samples.track]]
+    of_step = shifts[steps.rank]
     return replace(
         timeline,
-        slices=slices.with_columns(start=slices.start + shift),
-        counter_samples=samples.with_columns(time=samples.time + shift),
-        steps=steps.with_columns(start=steps.start + shift, end=steps.end + shift),
+        slices=slices.with_columns(start=slices.start + shifts[timeline.slice_ranks()]),
+        counter_samples=samples.with_columns(time=samples.time + of_sample),
+        steps=steps.with_columns(start=steps.start + of_step, end=steps.end + of_step),
     )
 
 
@@ -145,10 +156,10 @@ def _running_differences(alignment: Alignment, b: Timeline) -> list[_Curve]:
     segment = entries.segment[alignment.at_a[in_order]]
     end_a = (alignment.a.slices.start + alignment.a.slices.duration)[alignment.row_a[in_order]]
     end_b = (b.slices.start + b.slices.duration)[alignment.row_b[in_order]]
-    shift = _shift(alignment)
+    shifts = _shifts(alignment)
     curves, number = [], 0
     for rank in alignment.ranks:
-        times, values, before = [], [], 0
+        times, values, before, shift = [], [], 0, int(shifts[rank.b])
         for step in rank.steps:
             low, high = np.searchsorted(segment, (number, number + 1))
             number += 1

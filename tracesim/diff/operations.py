@@ -60,6 +60,10 @@ class Operations:
     communication: Int64
     communication_bytes: Int64
     dimension: Int64
+    members: Int64
+    """Ranks of the process group; 0 where not known."""
+    copied_bytes: Int64
+    """Bytes of a copy or fill; 0 for everything else."""
     duration: Int64
 
 
@@ -92,9 +96,16 @@ class _Columns:
             flops=slices.flops,
             communication=slices.communication.astype(np.int64),
             communication_bytes=slices.communication_bytes,
+            members=self._members(),
+            copied_bytes=np.where(np.isin(slices.kind, _MOVES), slices.bytes, 0).astype(np.int64),
             dimension=slice_dimensions(self.timeline).astype(np.int64),
             duration=slices.duration,
         )
+
+    def _members(self) -> Int64:
+        """Size of the process group of each slice."""
+        sizes = [group.size or len(group.ranks) for group in self.timeline.groups]
+        return np.array([*sizes, 0], dtype=np.int64)[self.timeline.slices.group]
 
     def _calls(self, instance: Int64) -> dict[str, Int64]:
         """The columns that place a kernel in its call."""
@@ -181,8 +192,8 @@ class _Columns:
         return np.asarray(numbers[number.ravel()], dtype=np.int64)
 
 
-_FEATURES = ("phase", "layer", "module", "chunk", "microbatch", "operator", "dimension")
-_UNKNOWN = {"phase": 0, "dimension": 0}
+_FEATURES = ("phase", "layer", "module", "chunk", "microbatch", "operator", "dimension", "members")
+_UNKNOWN = {"phase": 0, "dimension": 0, "members": 0}
 
 
 def known_features(a: Operations, b: Operations, rows_a: Int64, rows_b: Int64) -> frozenset[str]:
@@ -207,7 +218,7 @@ def keys(
     kernels, those of as many compare place by place, then the longest kernel of any with that of any.
     """
     features = tuple(name for name in _FEATURES if name in known)
-    sizes = ("flops", "communication_bytes")
+    sizes = ("flops", "communication_bytes", "copied_bytes")
     found = [_key(a, b, rows_a, rows_b, ("kind", "name", "communication", *features, *sizes))]
     coarse: list[tuple[str, ...]] = []
     if known & {"operator", "layer", "module"}:
@@ -342,6 +353,7 @@ WEIGHTS = {
     "chunk": 0.05,
     "microbatch": 0.10,
     "dimension": 0.15,
+    "members": 0.10,
     "size": 0.20,
     "duration": 0.15,
 }
@@ -387,7 +399,7 @@ class Similarity:
             for a_values, b_values in ((getattr(a, name), getattr(b, name)),)
         ]
         for columns in (
-            ("kind", "name", "flops", "communication_bytes", *sorted(known - {*_PLACES})),
+            ("kind", "name", "flops", "communication_bytes", "copied_bytes", *sorted(known - {*_PLACES})),
             ("kind", "name", *sorted(known - {*_PLACES, "module"})),
         ):
             (self.type_a, of_a), (self.type_b, of_b) = (
@@ -451,8 +463,8 @@ def _distinct(side: Operations, rows: Int64, columns: Sequence[str]) -> tuple[In
 
 
 def _sizes(side: Operations, rows: Int64) -> Float32:
-    """Logarithm of the FLOPs or the message, NaN where not known."""
-    size = np.maximum(side.flops[rows], side.communication_bytes[rows])
+    """Logarithm of the FLOPs, the message or what is copied, NaN where not known."""
+    size = np.maximum(side.flops[rows], np.maximum(side.communication_bytes, side.copied_bytes)[rows])
     return np.where(size > 0, np.log(np.maximum(size, 1)), np.nan).astype(np.float32)
 
 

@@ -31,8 +31,8 @@ from op_graphs.timeline import (
 from op_graphs.vocabulary import Communication, FlowKind, OpKind, TrackRole
 from tracesim.errors import TraceError
 from tracesim.kernel_kinds import is_expert_parallel, kind_of_communication
+from tracesim.readers import host_only, launches, origins, own_chrome
 from tracesim.readers import kineto_arguments as arguments
-from tracesim.readers import launches, origins, own_chrome
 from tracesim.readers.kineto_columns import KinetoDocument, read_document
 from tracesim.readers.kineto_json import integer, looks_like_kineto
 from tracesim.readers.kineto_rows import (
@@ -110,7 +110,9 @@ class _Builder:
         slices, groups = self._slices(launch)
         self._note_oddities(launch)
         tracks = self._tracks()
-        counter_tracks, samples = memory_counters(document, self.strings, self.base)
+        counter_tracks, samples = memory_counters(
+            document, self.strings, self.base, host_only=not len(rows.device)
+        )
         rank = integer(document.distributed.get("rank"), -1)
         return Timeline(
             strings=self.strings.strings(),
@@ -160,6 +162,8 @@ class _Builder:
         for name, values in columns.items():
             filled[name][device] = values
         filled["correlation"] = rows.correlation
+        if not len(device):
+            groups = host_only.describe_host(filled, rows, self.host, self._raw, self.document.distributed)
         slices = Slices(
             track=rows.track.astype(np.int32),
             start=rows.start - self.base,

@@ -163,7 +163,7 @@ def read_transfers(
         else:
             continue
         size = getattr(a, "communication_bytes", None)
-        sizes[row] = integer(size, 0) if isinstance(size, int) else _message_bytes(a)
+        sizes[row] = integer(size, 0) if isinstance(size, int) else message_bytes(a)
         key = (str(a.group_name), str(a.group_description), str(a.group_ranks), str(a.group_size))
         if key not in known:
             found = _group(a, configured)
@@ -304,7 +304,7 @@ def _ranks(value: Any) -> tuple[int, ...]:  # noqa: ANN401
     return () if "..." in text else tuple(int(v) for v in re.findall(r"\d{1,9}", text))
 
 
-def _message_bytes(a: CommunicationArguments) -> int:
+def message_bytes(a: CommunicationArguments) -> int:
     """Bytes of the full message: a gather's output and a reduction's or scatter's input, so the larger of the two."""
     elements = max(integer(a.in_elements, 0), integer(a.out_elements, 0))
     if a.in_elements is None and a.out_elements is None:

@@ -33,7 +33,8 @@ _PHASES: tuple[tuple[Phase, re.Pattern[str]], ...] = tuple(
         ),
         (
             Phase.GRADIENT_SYNC,
-            r"evaluate_function: torch::autograd::AccumulateGrad|FSDP::post_backward_reduce",
+            r"evaluate_function: torch::autograd::AccumulateGrad|FSDP::post_backward_reduce"
+            r"|^torch\.distributed\.ddp\.reducer::|^torch::distributed::reducer::",
         ),
         (Phase.PARAM_SYNC, r"^FSDP::(all_gather|.*unshard|pre_forward$|rate_limiter)"),
         # Schedules that split the backward pass name its halves; the engine's own nodes do not tell them apart.

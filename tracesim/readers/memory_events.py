@@ -27,17 +27,20 @@ class Curve(NamedTuple):
 
 
 def memory_counters(
-    document: KinetoDocument, strings: StringTable, base: int
+    document: KinetoDocument, strings: StringTable, base: int, host_only: bool = False
 ) -> tuple[CounterTracks, CounterSamples]:
     """Counter tracks of one rank (row 0): allocated and reserved device memory in bytes.
 
     Where the file has no totals (first form of the format) the allocated curve is the running sum of the changes, so
-    it starts at 0. Without memory events both tables are empty.
+    it starts at 0. Without memory events both tables are empty. In a trace without a device (``host_only``) the memory
+    is the host's.
     """
     chosen = [i for i, event in enumerate(document.instants) if event.name == "[memory]"]
     decoded = decode_arguments([document.instants[i].args for i in chosen], MemoryArguments)
     times = document.instant_times[chosen] - base if chosen else np.zeros(0, dtype=np.int64)
     on_device = integers([a.device_type for a in decoded], 0) == _DEVICE_TYPE
+    if host_only and not on_device.any():
+        on_device = np.ones(len(decoded), dtype=np.bool_)
     device_id = np.where(on_device, integers([a.device_id for a in decoded], 0), -2)
     curves: list[Curve] = []
     for device in np.unique(device_id[on_device]).tolist():

@@ -16,7 +16,7 @@ def side_by_side(replayed: Replayed) -> Timeline:
     """The measured timeline with a track ``replayed ...`` behind each track that was replayed."""
     rebuilt, rows = replayed.rebuilt, replayed.rebuilt.rows
     timeline = rebuilt.timeline
-    wanted = (rows.role == RowRole.DEVICE) | (rows.role == RowRole.CALL)
+    wanted = np.isin(rows.role, (RowRole.DEVICE, RowRole.CALL, RowRole.GAP))
     shown = np.flatnonzero(wanted & (rows.slice_row >= 0))
     strings = StringTable(timeline.strings)
     copied = np.unique(rows.track[shown])

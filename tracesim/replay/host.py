@@ -16,7 +16,7 @@ import numpy as np
 from op_graphs.columns import Bool, Int8, Int64
 from op_graphs.vocabulary import OpKind, TrackRole
 from tracesim.analysis.intervals import Intervals, covered, union
-from tracesim.replay.measured import Measured
+from tracesim.replay.measured import Measured, on_threads
 
 LAUNCH, BLOCKING, MARK = range(3)
 """What a point of a thread is."""
@@ -98,6 +98,9 @@ def host_points(measured: Measured) -> HostPoints:
     copying = np.intersect1d(_calls(measured, _COPY), launching)
     source, tight, staged = _blocking(measured, synchronise, copying)
     steps, mark_track = timeline.steps, step_mark_tracks(measured)
+    if on_threads(timeline):
+        # The threads are device tracks, and the host work between their slices is on them.
+        mark_track = np.full(len(steps), -1, dtype=np.int64)
     marked = mark_track >= 0
     mark_time = np.concatenate((steps.start[marked], steps.end[marked]))
     calls = np.union1d(launching, synchronise)

@@ -174,8 +174,10 @@ def _rows(draft: _Draft, measured: Measured, points: HostPoints) -> Rows:
     called = (role == RowRole.CALL) | (role == RowRole.RETURN)
     slice_row[called] = points.slice_row[draft.item[called]]
     rank = timeline.tracks.rank[track].astype(np.int64)
+    # On a thread that is a device, host work is what a pause between two calls is on other threads.
+    work = device & (timeline.slices.kind[np.maximum(slice_row, 0)] == OpKind.HOST)
     return Rows(
-        role=role.astype(np.int8),
+        role=np.where(work, RowRole.GAP, role).astype(np.int8),
         slice_row=slice_row,
         track=track,
         rank=rank,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tracesim.replay.graph import EdgeKind, Rebuilt, RowRole
+from tracesim.replay.measured import on_threads
 from tracesim.replay.run import replay, step_duration, step_times
 
 MOST_UNEXPLAINED = 0.2
@@ -59,7 +60,11 @@ def describe_limits(rebuilt: Rebuilt, lateness: Unexplained) -> list[str]:
     launches = rebuilt.edges.kind == EdgeKind.LAUNCH
     launched[rebuilt.edges.target[launches]] = True
     unlaunched = int((device & ~launched).sum())
-    if unlaunched == int(device.sum()):
+    if on_threads(timeline):
+        notes.append(
+            "no device in the trace: its threads are replayed as devices, with the operations of gloo between them"
+        )
+    elif unlaunched == int(device.sum()):
         notes.append(
             "no launches in the trace: the device is replayed alone, and nothing is said of the host"
         )

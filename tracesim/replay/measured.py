@@ -21,6 +21,11 @@ _MOST_END_SPREAD_NS = 1_000_000
 _NEVER = np.iinfo(np.int64).min // 4
 
 
+def on_threads(timeline: Timeline) -> bool:
+    """Whether the devices of a timeline are the threads of a run on CPU (:mod:`tracesim.analysis.cpu_runs`)."""
+    return timeline.properties.get("devices") == "threads"
+
+
 def declares_operations(timeline: Timeline) -> bool:
     """Whether the rows of a timeline are operations of a known program, as in traces of micro-operations."""
     return timeline.properties.get("format") == "micro-operations"
@@ -51,10 +56,10 @@ class Measured:
 
     @property
     def host(self) -> Bool:
-        """Which slices launched something."""
+        """Which slices of host tracks launched something."""
         launching = np.zeros(len(self.start), dtype=np.bool_)
         launching[self.launch[self.launch >= 0]] = True
-        return launching
+        return launching & ~self.causes.on_device
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,8 @@ def measure(timeline: Timeline) -> Measured:
         first[order[np.concatenate(([True], launch[order][1:] != launch[order][:-1]))]] = True
     operation = np.full(len(start), -1, dtype=np.int64)
     # Members that do not end together are not one operation, or their clocks cannot be compared.
-    close = (transfers.end_spread <= _MOST_END_SPREAD_NS) | declares_operations(timeline)
+    close = transfers.end_spread <= _MOST_END_SPREAD_NS
+    close |= declares_operations(timeline) or on_threads(timeline)
     kept = close[matches.operation] if len(matches.operation) else np.zeros(0, dtype=np.bool_)
     operation[matches.row[kept]] = matches.operation[kept]
     return Measured(

@@ -14,18 +14,22 @@ import numpy as np
 
 from op_graphs.columns import Int64
 from op_graphs.timeline import Timeline
+from tracesim.analysis.cpu_runs import threads_as_devices
 from tracesim.errors import TraceError
+from tracesim.replay.buffers import with_buffers
 from tracesim.replay.declared import NO_DELAYS, declared_waits
 from tracesim.replay.graph import EdgeKind, Edges, Rebuilt, RowRole
 from tracesim.replay.host import host_points, returns_after
 from tracesim.replay.layout import graph_of, lay_out
 from tracesim.replay.measured import (
     LATE_NS,
+    Delays,
     Measured,
     declares_operations,
     launch_moment,
     measure,
     measure_delays,
+    on_threads,
     stream_free,
 )
 from tracesim.replay.run import recorded_apart
@@ -56,11 +60,12 @@ class Rules:
 
 
 def rebuild(timeline: Timeline, rules: Rules = Rules()) -> Rebuilt:
-    """The graph of a measured timeline.
+    """The graph of a measured timeline; of a run on CPU its threads are the devices.
 
     Raises:
         TraceError: if the timeline shows no device.
     """
+    timeline = threads_as_devices(timeline)
     check_replayable(timeline)
     if timeline.simulated:
         timeline = as_profiled(timeline)
@@ -120,7 +125,7 @@ class _Builder:
             rebuilt = learn_waits(rebuilt, admission=self.rules.admission)
         if self.rules.unexplained:
             rebuilt = with_unexplained(rebuilt)
-        return replace(rebuilt, notes=tuple(self.notes))
+        return with_buffers(replace(rebuilt, notes=tuple(self.notes)))
 
     # -- waits -----------------------------------------------------------------------------------------------
 
@@ -144,13 +149,23 @@ class _Builder:
         length = measured.end[room.source] - measured.start[room.source]
         share = (measured.start[room.row] - measured.start[room.source]) / np.maximum(length, 1)
         self.admission_share = float(np.median(share)) if len(share) >= 3 else _ADMISSION_SHARE
+        if on_threads(self.timeline):
+            self.delays = self._delays_of_threads()
         if self.rules.waits == "measured":
             waits = found.joined(communication_waits(measured))
         elif self.rules.waits == "all":
             waits = all_waits(measured)
-        if self.rules.admission:
+        # A thread does not wait for room on a device.
+        if self.rules.admission and not on_threads(self.timeline):
             admission = room
         return waits, admission
+
+    def _delays_of_threads(self) -> Delays:
+        """Only gloo starts with a delay, when its thread wakes up: on a thread host work fills what lies between."""
+        measured = self.measured
+        launched = measured.device[measured.launch[measured.device] >= 0]
+        delay = measured.start[launched] - measured.end[measured.launch[launched]]
+        return replace(NO_DELAYS, launch=int(np.median(delay)) if len(delay) else 0)
 
     def _ready(self, rows: Int64) -> Int64:
         """When stream and launch allowed each slice to start; its own start where neither is known."""
@@ -225,6 +240,9 @@ class _Builder:
         called = np.full(len(self.measured.start), -1, dtype=np.int64)
         known = self.points.slice_row >= 0
         called[self.points.slice_row[known]] = self.layout.call_row[known]
+        # On a thread that is a device the call is a slice of its own.
+        own = self.layout.row_of_slice >= 0
+        called[own] = self.layout.row_of_slice[own]
         return called
 
     def _queue_lags(self, rows: Int64) -> Int64:
@@ -267,6 +285,10 @@ class _Builder:
         operation = measured.operation[rows.slice_row[matched]]
         matched, operation = matched[operation >= 0], operation[operation >= 0]
         durations[matched] = measured.transfers.transfer_time[operation]
+        if on_threads(self.timeline):
+            # Members go on when their own thread runs again, which the operating system decides.
+            transfers = measured.transfers.by_slice(measured.transfers.transfer, len(measured.start))
+            durations[matched] = transfers[rows.slice_row[matched]]
         handed = self._handed()
         durations[layout.gap_row[handed]] = points.start[handed] - points.end[points.gap_point[handed]]
         durations[layout.gap_row[points.gap_slice >= 0]] = 0
@@ -286,7 +308,8 @@ def with_unexplained(rebuilt: Rebuilt) -> Rebuilt:
     late = rows.start - allowed
     targeted = np.zeros(len(rows), dtype=np.bool_)
     targeted[edges.target] = True
-    kept = (rows.role == RowRole.DEVICE) & (late > LATE_NS) & targeted
+    slices = (rows.role == RowRole.DEVICE) | ((rows.role == RowRole.GAP) & (rows.slice_row >= 0))
+    kept = slices & (late > LATE_NS) & targeted
     return replace(rebuilt, unexplained=np.where(kept, late, 0))
 
 

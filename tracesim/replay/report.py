@@ -8,9 +8,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from tracesim.replay.buffers import peaks
 from tracesim.replay.graph import Rebuilt, RowRole
 from tracesim.replay.limits import Unexplained, describe_limits
 from tracesim.replay.run import Replayed, limited_by, step_times, stream_deviations
+from tracesim.replay.what_if.memory import gibibytes
 from tracesim.replay.what_if.outcome import Outcome
 
 _MOST_DEVIATIONS = 10
@@ -49,6 +51,10 @@ def describe_replay(
         "largest_deviations": _largest_deviations(replayed),
         "unexplained_us": {str(ranks[rank]): ns / 1e3 for rank, ns in lateness.nanoseconds.items()},
         "unexplained_step_pct": 100 * lateness.step_share,
+        "memory": {
+            str(ranks[rank]): {"measured_peak_bytes": measured, "replayed_peak_bytes": again}
+            for rank, (measured, again) in peaks(replayed).items()
+        },
         "limited_by_ms": {what: ns / 1e6 for what, ns in limited_by(replayed).items()},
         "limits": describe_limits(rebuilt, lateness),
         "what_if": None if outcome is None else _outcome(outcome),
@@ -142,6 +148,11 @@ def render_replay(result: dict[str, Any], console: Console) -> None:
             )
     late = ", ".join(f"rank {rank}: {us:.0f} us" for rank, us in result["unexplained_us"].items())
     console.print(f"unexplained lateness kept: {late}; {result['unexplained_step_pct']:.2f} % of the step")
+    for rank, peak in result["memory"].items():
+        console.print(
+            f"peak allocated of rank {rank}: {gibibytes(peak['measured_peak_bytes'])} measured, "
+            f"{gibibytes(peak['replayed_peak_bytes'])} replayed"
+        )
     _render_chain("limited by", result["limited_by_ms"], console)
     for note in result["limits"]:
         console.print(f"note: {note}", markup=False)

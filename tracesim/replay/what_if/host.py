@@ -9,6 +9,7 @@ import numpy as np
 from op_graphs.columns import Bool
 from tracesim.errors import ScenarioError
 from tracesim.replay.graph import EdgeKind, Rebuilt, RowRole
+from tracesim.replay.measured import on_threads
 from tracesim.replay.what_if.selection import factor, scaled
 
 STALL_NS = 200_000
@@ -47,6 +48,6 @@ def remove(rebuilt: Rebuilt, value: str) -> Rebuilt:
 def _host(rebuilt: Rebuilt, what: str) -> Bool:
     role = rebuilt.rows.role
     rows: Bool = (role == RowRole.CALL) | (role == RowRole.GAP) | (role == RowRole.RETURN)
-    if not (role == RowRole.CALL).any():
+    if not (role == RowRole.CALL).any() and not on_threads(rebuilt.timeline):
         raise ScenarioError(f"{what}: the trace has no launches, so nothing of the host can be changed")
     return rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tracesim.errors import ScenarioError
+from tracesim.errors import ScenarioError, SimulationError
 from tracesim.replay.graph import EdgeKind, Rebuilt
 from tracesim.replay.limits import NOTED_UNEXPLAINED, Unexplained, refusal
 from tracesim.replay.run import Replayed, limited_by, replay, step_duration, step_times
@@ -76,6 +76,17 @@ def ask(rebuilt: Rebuilt, texts: Sequence[str], lateness: Unexplained) -> Outcom
     reason = refusal(lateness)
     if reason:
         raise ScenarioError(f"--what-if {', '.join(texts)}: refused, because {reason}")
+    try:
+        return _asked(rebuilt, texts, what_ifs, lateness)
+    except SimulationError as error:
+        raise SimulationError(
+            f"--what-if {', '.join(texts)}: cannot be answered, slices of the changed run wait for each other. {error}"
+        ) from error
+
+
+def _asked(
+    rebuilt: Rebuilt, texts: Sequence[str], what_ifs: Sequence[Applied], lateness: Unexplained
+) -> Outcome:
     variants = [rebuilt, _all_explained(rebuilt), _without_room(_all_explained(rebuilt))]
     base = [step_duration(step_times(replay(v))) for v in variants]
     changed = [replay(change(v, what_ifs)) for v in variants]

@@ -260,16 +260,14 @@ class _Finder:
     def _named_stages(self) -> dict[int, tuple[int, ...]]:
         """Stages of each rank that its annotations name; empty without annotations."""
         timeline = self.rebuilt.timeline
-        names = [
-            (i, int(match[1])) for i, name in enumerate(timeline.strings) if (match := _STAGE.match(name))
-        ]
+        matches = [_STAGE.match(name) for name in timeline.strings]
+        stage = np.array([int(match[1][:8]) if match else -1 for match in matches], dtype=np.int64)
+        stage = stage[timeline.slices.name]
+        rank, role = timeline.slice_ranks().astype(np.int64), timeline.slice_roles()
+        shown = (stage >= 0) & ((role == TrackRole.ANNOTATION) | (role == TrackRole.HOST))
         found: dict[int, set[int]] = {}
-        rank = timeline.slice_ranks()
-        role = timeline.slice_roles()
-        shown = (role == TrackRole.ANNOTATION) | (role == TrackRole.HOST)
-        for name, stage in names:
-            for own in np.unique(rank[shown & (timeline.slices.name == name)]).tolist():
-                found.setdefault(own, set()).add(stage)
+        for own, number in np.unique(np.stack([rank[shown], stage[shown]]), axis=1).T.tolist():
+            found.setdefault(own, set()).add(number)
         return {own: tuple(sorted(stages)) for own, stages in found.items()}
 
     def _places_by_time(self, runs: dict[tuple[int, int], list[_Run]], ranks: list[int]) -> list[int]:

@@ -95,6 +95,8 @@ def requeued(rebuilt: Rebuilt, moved: Bool, to: dict[int, int]) -> Rebuilt:
     inside = touched[edges.source] & touched[edges.target] & (lane[edges.source] == lane[edges.target])
     # Behind one another on a queue they need no event, and against its order they cannot wait.
     kept = ~((edges.kind == EdgeKind.QUEUE) & touched[edges.target]) & ~inside
+    # Who left no room for whom is another matter in another order.
+    kept &= (edges.kind != EdgeKind.ADMISSION) | ~(touched[edges.source] | touched[edges.target])
     lags = np.full(len(rows), rebuilt.delays.queue)
     queued = edges.kind == EdgeKind.QUEUE
     lags[edges.target[queued]] = np.minimum(edges.lag[queued], rebuilt.delays.queue)
@@ -136,7 +138,10 @@ def _track_of_lane(lanes: Int64, tracks: Int64, wanted: Int64, otherwise: Int64)
 
 
 def _order_key(rebuilt: Rebuilt) -> Int64:
-    """What slices of one queue are ordered by: their launch, or their measured end on ranks that show no launches."""
+    """What slices of one queue are ordered by: their launch, or their measured end on ranks that show no launches.
+
+    Nor are launches the order of a rank where a slice waits for one that was launched later.
+    """
     rows, edges = rebuilt.rows, rebuilt.edges
     device = rebuilt.on_device()
     launches = edges.kind == EdgeKind.LAUNCH
@@ -145,7 +150,9 @@ def _order_key(rebuilt: Rebuilt) -> Int64:
     key = _meeting_ends(rebuilt)
     for rank in np.unique(rows.rank[device]).tolist():
         mine = device & (rows.rank == rank)
-        if (launched[mine] >= 0).all():
+        own = (edges.kind == EdgeKind.EVENT) & mine[edges.source] & mine[edges.target]
+        forwards = launched[edges.source[own]] <= launched[edges.target[own]]
+        if (launched[mine] >= 0).all() and forwards.all():
             key[mine] = launched[mine]
     lane = rebuilt.graph.operations.rank.astype(np.int64)
     # A queue keeps the order it has.

@@ -1,0 +1,72 @@
+"""Dispatch by all-to-all: ``alltoall`` (Megatron-Core ``token_dispatcher.py``, ``MoEAlltoAllTokenDispatcher``).
+
+Permute by expert, all-to-all, sort by local expert; the reverse on the way back. A token travels once for each chosen
+expert.
+"""
+
+from __future__ import annotations
+
+from ..lowering_context import LoweringContext
+from ..program import ProgramBuilder, Tensor
+from ..vocabulary import Communication, Dimension
+from .routing import RoutedSizes, exchange, permute, replaced
+
+
+class AllToAll:
+    """Permute, all-to-all, sort; with expert tensor parallelism a gather over its ranks."""
+
+    def dispatch(
+        self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, name: str
+    ) -> Tensor:
+        """Bring ``[tokens, hidden]`` to the experts; returns the tensor by local expert, which the caller releases."""
+        hidden = context.model.hidden_size
+        sent = context.item * sizes.sent_copies / context.parallel.etp * hidden
+        load, most = context.load.copies, context.load.most_copies
+        arrived = context.item * sizes.copies * hidden
+        row = permute(builder, context, f"{name}_permute", context.item * sizes.tokens * hidden, sent)
+        current = builder.temporary("permuted_tokens", sent, row)
+        if context.parallel.ep > 1:
+            row = exchange(
+                builder, context, f"{name}_all_to_all", Communication.ALL_TO_ALL, sent * most, Dimension.EP
+            )
+            current = replaced(builder, current, "dispatched_tokens", sent * load, row)
+        if context.parallel.etp > 1:
+            row = exchange(
+                builder, context, f"{name}_all_gather", Communication.ALL_GATHER, arrived, Dimension.ETP
+            )
+            current = replaced(builder, current, "gathered_tokens", arrived, row)
+        if sizes.local_experts > 1 and context.parallel.ep > 1:
+            row = permute(builder, context, f"{name}_sort_by_expert", arrived, arrived)
+            current = replaced(builder, current, "expert_input", arrived, row)
+        return current
+
+    def combine(
+        self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, source: Tensor, name: str
+    ) -> Tensor:
+        """Bring expert outputs back and add them up for each token; releases ``source``."""
+        hidden = context.model.hidden_size
+        sent = context.item * sizes.sent_copies / context.parallel.etp * hidden
+        load, most = context.load.copies, context.load.most_copies
+        arrived = context.item * sizes.copies * hidden
+        current = source
+        if sizes.local_experts > 1 and context.parallel.ep > 1:
+            row = permute(builder, context, f"{name}_unsort", arrived, arrived)
+            current = replaced(builder, current, "unsorted_tokens", arrived, row)
+        if context.parallel.etp > 1:
+            row = exchange(
+                builder,
+                context,
+                f"{name}_reduce_scatter",
+                Communication.REDUCE_SCATTER,
+                arrived,
+                Dimension.ETP,
+            )
+            current = replaced(builder, current, "reduced_tokens", sent * load, row)
+        if context.parallel.ep > 1:
+            row = exchange(
+                builder, context, f"{name}_all_to_all", Communication.ALL_TO_ALL, sent * most, Dimension.EP
+            )
+            current = replaced(builder, current, "combined_tokens", sent, row)
+        result = context.item * sizes.tokens * hidden
+        row = permute(builder, context, f"{name}_unpermute", sent, result)
+        return replaced(builder, current, "expert_output", result, row)
