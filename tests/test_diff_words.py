@@ -188,6 +188,21 @@ def test_the_parts_that_count_are_said_in_words(edited, said):
     assert found[-1].endswith("of b).")
 
 
+@pytest.mark.shared_data
+def test_a_real_difference_in_words(shared_data):
+    traces = shared_data / "traces" / "torchrec"
+    names = ("sst_long_a2a_optimizer_5", "sst_long_a2a_optimizer_5_qcomm_run0")
+    result = diff_timelines(*(read_trace(traces / name) for name in names))
+    text = " ".join(result["summary"])
+    # One run has its allocator give memory back in the middle of a step; the other packs messages into fewer bits.
+    assert "in aten::cat > cudaFree -50." in text
+    assert "Only in b: aten::copy_ +" in text
+    rows = result["host_in_launch_gaps"]
+    assert sum(r["difference_ns"] for r in rows) == pytest.approx(
+        result["attribution"]["parts_ns"]["launch_gaps"], rel=0.01
+    )
+
+
 def test_sentences_are_in_the_markdown_as_plain_text():
     kernel = Kernel("void f<a|b>(`x`)", 10_000)
     runs = [LayeredRun(((k,),)).timeline() for k in (kernel, replace(kernel, duration=20_000))]

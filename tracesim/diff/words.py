@@ -64,11 +64,15 @@ def _reasons(result: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             rows = [(f"in {row['name']}", row["difference_ns"]) for row in result["host_in_launch_gaps"]]
         else:
             rows = [
-                (operation_label(operation), operation["difference_ns"])
+                (operation["operator"] or operation["name"], operation["difference_ns"])
                 for operation in result["operations"]
                 if _part_of(operation) == key
             ]
-        text = _largest(((_short(name), value) for name, value in rows if value * ns > 0), ns)
+        # An operator has many kernels, and one name may stand for several operations.
+        totals: dict[str, int] = {}
+        for name, value in rows:
+            totals[name] = totals.get(name, 0) + value
+        text = _largest(((_short(name), value) for name, value in totals.items() if value * ns > 0), ns)
         if text:
             yield PART_LABELS[key], text
 
