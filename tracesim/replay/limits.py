@@ -15,6 +15,7 @@ MOST_UNEXPLAINED = 0.2
 NOTED_UNEXPLAINED = 0.02
 _MOST_LATE = 0.3
 _SKEWED_SHARE = 0.05
+_PART_OF_STEP = 0.1
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ def describe_limits(rebuilt: Rebuilt, lateness: Unexplained) -> list[str]:
             f"{int(skewed.sum())} of {len(skewed)} slices start before their launch: the clocks of host and device "
             "differ; delays between them are kept as they are"
         )
+    notes += _cut_steps(rebuilt)
     notes += _missing_ranks(rebuilt)
     if lateness.step_share > NOTED_UNEXPLAINED:
         notes.append(
@@ -107,6 +109,31 @@ def refusal(lateness: Unexplained) -> str:
             f"{100 * _MOST_LATE:.0f} % up to which a what-if says something; the trace may be sampled"
         )
     return ""
+
+
+def _cut_steps(rebuilt: Rebuilt) -> list[str]:
+    """Whether the trace holds parts of steps before its first mark or behind its last one."""
+    rows, steps = rebuilt.rows, rebuilt.timeline.steps
+    before = behind = 0
+    cut = set()
+    for rank in np.unique(steps.rank).tolist():
+        mine, own = steps.rank == rank, (rows.rank == rank) & (rows.role != RowRole.ANCHOR)
+        first, last = int(steps.start[mine].min()), int(steps.end[mine].max())
+        shortest = _PART_OF_STEP * float(np.median(steps.end[mine] - steps.start[mine]))
+        # A step that ended on the host may still run on the device: only what the host did tells.
+        host = own & ((rows.role != RowRole.DEVICE) | on_threads(rebuilt.timeline))
+        if not host.any():
+            continue
+        early = first - int(rows.end[host & (rows.step < 0)].min(initial=first))
+        late = int(rows.start[host].max()) - last
+        before, behind = max(before, early), max(behind, late)
+        cut |= {rank} if max(early, late) > shortest else set()
+    if not cut:
+        return []
+    return [
+        f"{len(cut)} rank(s) were recorded in the middle of a step: for {before / 1e6:.1f} ms before the first step "
+        f"mark, which counts for no step, and for {behind / 1e6:.1f} ms behind the last, which counts with that step"
+    ]
 
 
 def _missing_ranks(rebuilt: Rebuilt) -> list[str]:
