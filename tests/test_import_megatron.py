@@ -341,3 +341,53 @@ def test_a_scenario_that_cannot_exist_is_refused_by_the_command(tmp_path):
     result = CliRunner().invoke(main, ["import-megatron", str(launch), "--hardware", "h100-sxm"])
     assert result.exit_code == 2
     assert "does not fit the 13 layers of megatron-gpt" in result.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "offload"),
+    [
+        (
+            {
+                **EXPERTS,
+                "fine-grained-activation-offloading": True,
+                "offload-modules": "[core_attn attn_proj moe_act]",
+                "min-offloaded-tensor-size": 1000,
+                "fine-grained-offloading-max-inflight-offloads": 2,
+            },
+            {"modules": ("core_attn", "attn_proj", "moe_act"), "minimum_bytes": 2000, "in_flight": 2},
+        ),
+        ({"cpu-offloading-num-layers": 6}, {"layers": 6, "in_flight": 1}),
+        ({"optimizer-cpu-offload": True}, {"optimizer": 1.0, "optimizer_overlap": False}),
+        (
+            {
+                "optimizer-cpu-offload": True,
+                "optimizer-offload-fraction": 0.5,
+                "overlap-cpu-optimizer-d2h-h2d": True,
+            },
+            {"optimizer": 0.5, "optimizer_overlap": True},
+        ),
+        ({"optimizer-offload-fraction": 0.5}, {"optimizer": 0.0}),
+    ],
+)
+def test_what_is_moved_to_the_host(changes, offload):
+    plan = scenario_of(changes).training.offload
+    assert {key: getattr(plan, key) for key in offload} == offload
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"fine-grained-activation-offloading": True}, "needs --offload-modules, one or more of attn_norm"),
+        (
+            {"fine-grained-activation-offloading": True, "offload-modules": ["mlp"]},
+            "--offload-modules ['mlp']: needs --offload-modules, one or more of attn_norm",
+        ),
+        ({"cpu-offloading": True}, "--cpu-offloading: needs --cpu-offloading-num-layers"),
+        (
+            {"cpu-offloading-num-layers": 2, "cpu-offloading-weights": True},
+            "--cpu-offloading-weights: moves weights, which has no rule",
+        ),
+    ],
+)
+def test_what_cannot_be_moved_to_the_host(changes, said):
+    assert said in problems_of(changes)

@@ -11,6 +11,7 @@ from typing import Any
 from op_graphs.stage_layout import parse_layout
 
 from .arguments import Arguments
+from .offload_arguments import offload_mapping
 
 _FP8 = {
     "delayed": {"dtype": "fp8-tensorwise", "fp8_scaling": "delayed"},
@@ -151,6 +152,9 @@ def training_mapping(arguments: Arguments, plan: Mapping[str, Any], default_back
     types = _optimizer_types(arguments)
     if types:
         training["optimizer_dtypes"] = types
+    offload = offload_mapping(arguments)
+    if offload:
+        training["offload"] = offload
     if arguments.flag("defer-embedding-wgrad-compute"):
         # Without a limit the gradients of all microbatches wait.
         training["deferred_head_gradients"] = arguments.count("wgrad-deferral-limit", 1 << 20)
