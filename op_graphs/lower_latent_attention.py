@@ -45,6 +45,11 @@ class LatentSaved:
     qkv: Tensor
     up_recomputed: bool
 
+    def tensors(self) -> list[Tensor]:
+        """What lies between the norm's output and q, k and v."""
+        paths = [path for path in (self.query, self.key_value) if path is not None]
+        return [tensor for path in paths for tensor in (path.latent, path.normalized)]
+
 
 def _latent(context: LoweringContext) -> LatentAttention:
     latent = context.model.latent_attention

@@ -73,7 +73,8 @@ def layer_forward(
     attention = attention_forward(builder, context, layer, normalized, keep_input=keep_normalized)
     if keep_normalized and _copies_suffice(context, attention):
         builder.discard(normalized)
-    offload(builder, context, layer, "qkv_linear", [normalized])
+    latents = attention.latent.tensors() if attention.latent is not None else []
+    offload(builder, context, layer, "qkv_linear", [normalized, *latents])
     offload(builder, context, layer, "core_attn", [attention.core.qkv, *attention.core.inner])
     projected = row_parallel_forward(
         builder,

@@ -6,9 +6,10 @@ the layer above has ended, one layer ahead. *Layers* (Transformer Engine ``get_c
 first layers of a chunk keep is copied behind each layer, and brought back when the backward pass of the layer above
 begins, so that beside the layer at work there is one buffer for the next (double buffering).
 
-Copies to the host and from it have a stream each. A tensor leaves the device when its copy has ended, and is there
-again from the start of the copy back. What a backward pass needs first is copied beside the action before it, except
-where a chunk's backward follows its forward at once: there the last layer keeps its tensors (modules).
+Copies to the host and from it have a stream each. In the count of allocated memory the tensors of a layer leave the
+device when their copy has ended, those of a module when it is queued. What a backward pass needs first is copied
+beside the action before it, except where a chunk's backward follows its forward at once: there the last layer keeps
+its tensors (modules).
 
 This file holds all rules of placement; the layers only say what they keep, where a module ends, and where its backward
 pass begins and ends.
@@ -55,8 +56,11 @@ def offload(
         read=size,
         shape=HostCopyShape(to_host=True, copies=len(moved)),
     )
+    # A module's tensors are given back to the allocator as soon as their copy is queued, which counts them as free
+    # from then on and reuses them when the copy has ended. Whole layers are held until then.
+    released = row if part == LAYER else builder.last_row
     for tensor in moved:
-        builder.release(tensor, row)
+        builder.release(tensor, released)
     before = [group.row for group in builder.host_groups.values() if group.part == part and group.tensors]
     builder.host_groups[key] = HostGroup(part, layer, tuple(moved), size, row)
     if plan.in_flight is not None and len(before) >= plan.in_flight:
@@ -144,6 +148,8 @@ def _reload(builder: ProgramBuilder, group: HostGroup, after: int) -> None:
         shape=HostCopyShape(to_host=False, copies=len(group.tensors)),
     )
     builder.layer = layer
+    # The new buffers of a module are there once the copy is queued.
+    allocated = row if after < 0 or group.part == LAYER else after
     for tensor in group.tensors:
-        builder.reload(tensor, row)
+        builder.reload(tensor, allocated)
     builder.reload_rows[group.part, group.layer] = row

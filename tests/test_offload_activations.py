@@ -366,3 +366,17 @@ def test_copies_share_memory_bandwidth_and_take_no_sms() -> None:
     alone = simulate(build(changes))
     shared = simulate(build(changes, overlap__contention=True))
     assert alone.execution.end.max() <= shared.execution.end.max() < 1.2 * alone.execution.end.max()
+
+
+def test_modules_are_counted_free_when_their_copy_is_queued_and_layers_when_it_has_ended() -> None:
+    """``torch.cuda.max_memory_allocated`` counts a block as free while an event still holds it back."""
+    peaks = {}
+    for link in (1e6, 0.01):
+        for kind, plan in (
+            ("module", {"modules": ["core_attn"]}),
+            ("layer", {"layers": 4, "in_flight": 100}),
+        ):
+            changes = offloaded(link=link, **plan)
+            peaks[kind, link] = peak_activations(simulate(build(changes, training__num_microbatches=1)))
+    assert peaks["module", 1e6] == peaks["module", 0.01]
+    assert peaks["layer", 1e6] < peaks["layer", 0.01]

@@ -128,7 +128,8 @@ def _reason_against(model: ModelDescription, training: TrainingPlan, module: str
         return f"{model.name} has no experts"
     if module in ("expert_fc1", "moe_act") and "moe" in again.modules:
         return "recompute of moe keeps nothing of it"
-    if module == "qkv_linear" and ("layernorm" in again.modules or again.keeps_products):
+    norms_again = "layernorm" in again.modules or again.keeps_products
+    if module == "qkv_linear" and norms_again and model.latent_attention is None:
         return "its input, the output of a norm, is recomputed"
     if module == "core_attn" and "mla_up_proj" in again.modules and "core_attn" in again.modules:
         return "recompute keeps nothing of it"
