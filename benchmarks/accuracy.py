@@ -125,7 +125,7 @@ def _expressed_rows(path: Path, machine_folders: Sequence[Path]) -> list[_Expres
 def _wanted(row: MeasuredRow) -> list[Wanted]:
     """Scenarios a row needs simulated."""
     by_layer = row.smaller is not None
-    wanted = [Wanted(row.scenario, row.reserved_gib is not None, by_layer)]
+    wanted = [Wanted(row.scenario, not (row.allocated_gib is row.reserved_gib is None), by_layer)]
     wanted += [
         Wanted(other, optimizer=by_layer) for other in (row.smaller, row.baseline) if other is not None
     ]
@@ -240,7 +240,7 @@ def _predicted(row: MeasuredRow, figures: Figures) -> dict[str, float | None]:
     measured_on = report if row.memory_stage is None else report["stages"][row.memory_stage]
     predicted = {
         "time": report["iteration_time_ms"],
-        "allocated": measured_on["peak_allocated_gib"],
+        "allocated": measured_on["peak_allocated_blocks_gib"],
         "reserved": measured_on["peak_reserved_gib"],
         "activations": None,
         "state": None,

@@ -27,7 +27,7 @@ class Wanted:
     """A scenario, and which of the slow figures are compared."""
 
     scenario: Scenario
-    reserved: bool = False
+    allocator: bool = False
     optimizer: bool = False
 
     @property
@@ -54,7 +54,7 @@ def figures_of(
         key = scenario_key(item.scenario)
         known = tasks.get(key, item)
         tasks[key] = Wanted(
-            known.scenario, known.reserved or item.reserved, known.optimizer or item.optimizer
+            known.scenario, known.allocator or item.allocator, known.optimizer or item.optimizer
         )
     if runner is not None:
         return {key: _attempt(runner, item.scenario) for key, item in tasks.items()}
@@ -68,7 +68,7 @@ def figures_of(
 
 
 def _figures_or_reason(item: Wanted) -> RunReport | str:
-    return _attempt(lambda scenario: step_figures(scenario, item.reserved, item.optimizer), item.scenario)
+    return _attempt(lambda scenario: step_figures(scenario, item.allocator, item.optimizer), item.scenario)
 
 
 def _attempt(runner: Callable[[Scenario], RunReport], scenario: Scenario) -> RunReport | str:
@@ -78,10 +78,10 @@ def _attempt(runner: Callable[[Scenario], RunReport], scenario: Scenario) -> Run
         return f"the simulator refuses it: {' '.join(str(error).split())}"
 
 
-def step_figures(scenario: Scenario, reserved: bool = True, optimizer: bool = True) -> dict[str, Any]:
+def step_figures(scenario: Scenario, allocator: bool = True, optimizer: bool = True) -> dict[str, Any]:
     """The part of a scenario's report that rows are compared with, under the report's keys.
 
-    Without ``reserved`` the reserved memory is None, without ``optimizer`` the time of the optimizer.
+    Without ``allocator`` what only its replay tells is None, without ``optimizer`` the time of the optimizer.
 
     Raises:
         ValueError: as ``tracesim.simulation.simulate``.
@@ -93,12 +93,13 @@ def step_figures(scenario: Scenario, reserved: bool = True, optimizer: bool = Tr
 
     simulation = simulate(scenario)
     graph, execution = simulation.graph, simulation.execution
-    usage = simulation.reserved if reserved else ()
+    usage = simulation.reserved if allocator else ()
     stages: list[dict[str, Any]] = [
         {
             "optimizer_ms": breakdown(graph, execution, rank)[1] / 1e6 if optimizer else None,
             "peak_allocated_gib": curve.peak / _GIB,
-            "peak_reserved_gib": usage[rank].peak_reserved / _GIB if reserved else None,
+            "peak_allocated_blocks_gib": usage[rank].peak_allocated / _GIB if allocator else None,
+            "peak_reserved_gib": usage[rank].peak_reserved / _GIB if allocator else None,
             "memory_at_peak_gib": {
                 category.name.lower(): float(curve.by_category[category, curve.peak_moment]) / _GIB
                 for category in MemoryCategory
@@ -109,7 +110,9 @@ def step_figures(scenario: Scenario, reserved: bool = True, optimizer: bool = Tr
     return {
         "iteration_time_ms": int(execution.end.max()) / 1e6,
         "pipeline_bubble_fraction": bubble_fraction(graph, execution),
-        "peak_allocated_gib": max(stage["peak_allocated_gib"] for stage in stages),
-        "peak_reserved_gib": max(stage["peak_reserved_gib"] for stage in stages) if reserved else None,
+        **{
+            key: max(stage[key] for stage in stages) if stages[0][key] is not None else None
+            for key in ("peak_allocated_gib", "peak_allocated_blocks_gib", "peak_reserved_gib")
+        },
         "stages": stages,
     }

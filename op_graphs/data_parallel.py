@@ -12,6 +12,7 @@ does, unless ``reshard`` says otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from .buckets import Bucket, form_buckets, form_units
 from .lowering_context import LoweringContext
@@ -113,6 +114,46 @@ class DataParallelism:
             MemoryCategory.GRADIENTS: round(context.gradient_dtype.itemsize * gradient_elements),
             MemoryCategory.OPTIMIZER_STATES: round(states + master * updated.elements),
         }
+
+    def persistent_allocations(
+        self, tensors: list[ParameterTensor], category: MemoryCategory, total: int
+    ) -> list[int]:
+        """Sizes of the allocations that make up the persistent bytes of a category; they sum to ``total``.
+
+        Gradients are one buffer, and so are weights where the distributed optimizer gathers into it (Megatron-Core
+        ``distributed/param_and_grad_buffer.py``). Everything else is a tensor for each parameter, or for the part of it
+        that lies in this rank's shard of the buffer; states are so many tensors as they have times four bytes.
+        """
+        whole_buffer = self.zero == 1 if category is MemoryCategory.WEIGHTS else self.zero <= 1
+        if category is not MemoryCategory.OPTIMIZER_STATES and whole_buffer:
+            return [total]
+        sizes = self._sharded_sizes(tensors, category)
+        elements = sum(sizes)
+        if not elements or not total:
+            return [total]
+        copies = 1
+        if category is MemoryCategory.OPTIMIZER_STATES:
+            copies = max(1, round(total / (4 * elements)))
+        ends = [round(total * end / (copies * elements)) for end in accumulate(sizes * copies)]
+        return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def _sharded_sizes(self, tensors: list[ParameterTensor], category: MemoryCategory) -> list[float]:
+        """Elements of each tensor, or of each part of one, that a rank holds of its own."""
+        if self.zero == 0 or (category is MemoryCategory.WEIGHTS and self.zero < 3):
+            return [float(tensor.elements) for tensor in tensors]
+        if self.zero >= 2:
+            return [part.elements for part in self.optimizer_shard(tensors).parts]
+        # A shard of the flat buffer: whole tensors one after another, the last one cut.
+        sizes: list[float] = []
+        for dimension in (Dimension.DP, Dimension.EDP):
+            own = [t.elements for t in tensors if t.is_expert == (dimension is Dimension.EDP)]
+            left = sum(own) / self.shard_size(dimension)
+            for size in own:
+                if left <= 0:
+                    break
+                sizes.append(min(float(size), left))
+                left -= size
+        return sizes
 
     def sharded_elements(self, tensors: list[ParameterTensor]) -> float:
         """Elements of this rank's shard of the parameters."""

@@ -37,6 +37,20 @@ _GROUPED_SCORE_KERNELS, _GROUPED_TOP_K_KERNELS, _GROUPED_BACKWARD_KERNELS = 12, 
 both selections with what gathers and normalises their results, and the backward pass."""
 
 
+@dataclass(frozen=True)
+class _Activated:
+    """What the activation of experts makes."""
+
+    fc2_input: Tensor
+    unscaled: Tensor | None
+    """Its output before a kernel of its own multiplies it by the routing scores; None where one kernel does both."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that is kept."""
+        return (self.fc2_input,) if self.unscaled is None else (self.fc2_input, self.unscaled)
+
+
 @dataclass
 class ExpertsSaved:
     """What a mixture keeps behind the norm."""
@@ -44,7 +58,7 @@ class ExpertsSaved:
     scores: Tensor
     expert_input: Tensor
     fc1_output: Tensor
-    fc2_input: Tensor | None
+    activated: _Activated | None
     """None where the activation is recomputed (``moe_act``)."""
     shared: MlpSaved | None
 
@@ -94,8 +108,8 @@ def experts_forward(
             "shared_expert_add", OpKind.ELEMENTWISE, read=2 * size, written=size, dtype=context.dtype
         )
         builder.release(shared_output, row)
-    fc1_output, fc2_input = saved_inner
-    return ExpertsSaved(scores, expert_input, fc1_output, fc2_input, shared_saved), combined
+    fc1_output, activated = saved_inner
+    return ExpertsSaved(scores, expert_input, fc1_output, activated, shared_saved), combined
 
 
 def _router_forward(
@@ -253,7 +267,7 @@ def _grouped_backward(
 
 def _expert_linears_forward(
     builder: ProgramBuilder, context: LoweringContext, layer: int, sizes: RoutedSizes, expert_input: Tensor
-) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
+) -> tuple[tuple[Tensor, _Activated | None], Tensor]:
     """First linear, activation, second linear; returns what is kept of them and the output."""
     keep = builder.keep_activations
     fc1, fc2 = (_expert_linear(context, layer, sizes, which) for which in ("fc1", "fc2"))
@@ -262,7 +276,7 @@ def _expert_linears_forward(
     builder.forget_unless_kept(expert_input, row)
     offload(builder, context, layer, "expert_fc1", [expert_input])
     fc1_output = builder.activation("expert_fc1_output", context.item * sizes.copies * fc1.outputs, row)
-    fc2_input = _expert_activation(builder, context, sizes)
+    activated = _expert_activation(builder, context, sizes)
     builder.forget_unless_kept(fc1_output, builder.last_row)
     if keep and context.stores_quantized:
         assert context.recipe is not None
@@ -271,29 +285,44 @@ def _expert_linears_forward(
         fc1_output = store(builder, context, "expert_fc1_output", elements, fc1_output, width)
     recompute = context.training.recompute
     recomputed = keep and ("moe_act" in recompute.modules or recompute.keeps_products)
-    row = _grouped_forward(builder, context, fc2, sizes, fc2_input, keep_copy=keep and not recomputed)
+    row = _grouped_forward(
+        builder, context, fc2, sizes, activated.fc2_input, keep_copy=keep and not recomputed
+    )
     output = builder.temporary("expert_fc2_output", context.item * sizes.copies * fc2.outputs, row)
-    if recomputed:
-        builder.release(fc2_input, row)
-    else:
-        builder.forget_unless_kept(fc2_input, row)
+    for tensor in activated.tensors:
+        if recomputed:
+            builder.release(tensor, row)
+        else:
+            builder.forget_unless_kept(tensor, row)
     offload(builder, context, layer, "moe_act", [fc1_output])
     builder.module = "mlp"
-    return (fc1_output, None if recomputed else fc2_input), output
+    return (fc1_output, None if recomputed else activated), output
 
 
-def _expert_activation(builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes) -> Tensor:
-    """The activation, multiplied by the routing scores."""
+def _expert_activation(builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes) -> _Activated:
+    """The activation, multiplied by the routing scores.
+
+    Megatron-Core has one kernel for both where the activation is SwiGLU (``fusions/fused_bias_swiglu.py``); of others
+    the product is a kernel of its own, and autograd keeps what it multiplies (``transformer/moe/experts.py``).
+    """
     first, width = _widths(context)
     size = context.item * sizes.copies * width
+    scores = 4.0 * sizes.copies
+    fused = context.model.activation == "swiglu"
     row = builder.memory_bound(
         f"expert_{context.model.activation}",
         OpKind.ELEMENTWISE,
-        read=context.item * sizes.copies * first + 4.0 * sizes.copies,
+        read=context.item * sizes.copies * first + (scores if fused else 0),
         written=size,
         dtype=context.dtype,
     )
-    return builder.activation("expert_fc2_input", size, row)
+    if fused:
+        return _Activated(builder.activation("expert_fc2_input", size, row), None)
+    unscaled = builder.activation("expert_activation_output", size, row)
+    row = builder.memory_bound(
+        "expert_score_product", OpKind.ELEMENTWISE, read=size + scores, written=size, dtype=context.dtype
+    )
+    return _Activated(builder.activation("expert_fc2_input", size, row), unscaled)
 
 
 # -- backward ----------------------------------------------------------------------------------------------------
@@ -375,17 +404,19 @@ def _expert_linears_backward(
     fc1, fc2 = (_expert_linear(context, layer, sizes, which) for which in ("fc1", "fc2"))
     builder.module = "mlp.experts"
     begin_part(builder, context, layer, "moe_act")
-    fc1_output, fc2_input = saved.fc1_output, saved.fc2_input
+    fc1_output, activated = saved.fc1_output, saved.activated
     if context.stores_quantized:
         assert context.recipe is not None
         elements = float(sizes.copies * fc1.outputs)
         width = context.recipe.activation_bytes
         fc1_output = restore(builder, context, "expert_fc1_output", elements, fc1_output, width)
-    if fc2_input is None:
+    if activated is None:
         phase, builder.phase = builder.phase, Phase.RECOMPUTE
-        fc2_input = _expert_activation(builder, context, sizes)
+        activated = _expert_activation(builder, context, sizes)
         builder.phase = phase
-    d_fc2_input = _grouped_backward(builder, context, fc2, sizes, fc2_input, d_output)
+    d_fc2_input = _grouped_backward(builder, context, fc2, sizes, activated.fc2_input, d_output)
+    if activated.unscaled is not None:
+        d_fc2_input = _score_product_backward(builder, context, sizes, activated.unscaled, d_fc2_input)
     fc1_bytes = context.item * sizes.copies * fc1.outputs
     row = builder.memory_bound(
         f"expert_{context.model.activation}_backward",
@@ -403,6 +434,24 @@ def _expert_linears_backward(
     end_part(builder, context, layer, "expert_fc1")
     builder.module = "mlp"
     return d_input
+
+
+def _score_product_backward(
+    builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, unscaled: Tensor, gradient: Tensor
+) -> Tensor:
+    """Gradients of scores and activation where a kernel of its own multiplies them."""
+    size = context.item * sizes.copies * _widths(context)[1]
+    row = builder.memory_bound(
+        "expert_score_product_backward",
+        OpKind.ELEMENTWISE,
+        read=2 * size + 4.0 * sizes.copies,
+        written=size + 4.0 * sizes.copies,
+        access="reduction",
+        dtype=context.dtype,
+    )
+    builder.release(unscaled, row)
+    builder.release(gradient, row)
+    return builder.temporary("expert_activation_gradient", size, row)
 
 
 def _router_backward(

@@ -264,9 +264,11 @@ def _persistent(
     context: LoweringContext, chunks: Sequence[ChunkPrograms], workspace_bytes: int
 ) -> list[PersistentBuffer]:
     rules = DataParallelism(context)
+    parameters = _parameters(chunks)
     buffers = [
         PersistentBuffer(_PERSISTENT_NAMES[category], size, category)
-        for category, size in rules.persistent_bytes(_parameters(chunks)).items()
+        for category, total in rules.persistent_bytes(parameters).items()
+        for size in rules.persistent_allocations(parameters, category, total)
     ]
     quantized = rules.quantized_weight_bytes(_parameters(chunks))
     buffers.append(PersistentBuffer("quantized_weights", quantized, MemoryCategory.WEIGHTS))

@@ -80,6 +80,9 @@ class LibraryPlan:
 
     transformer_engine: bool = True
     """Whether linears are Transformer Engine's; else Megatron-Core's own on cuBLAS (``--transformer-impl local``)."""
+    grouped_gemm: bool = True
+    """Whether the linears of experts run as one grouped GEMM on streams with workspaces of their own
+    (``--moe-grouped-gemm``); without, only the workspaces are left out."""
     deterministic: bool = False
     """Whether only kernels with reproducible results may run (``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``), which on
     Blackwell leaves FlashAttention 2 in place of cuDNN's attention; its time is not told apart."""

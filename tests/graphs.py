@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -113,3 +114,12 @@ def naive_times(graph: OpGraph, durations: Sequence[int], gap_ns: int = 0) -> li
     start = relax(durations)
     assert start is not None
     return [(begin, begin + length) for begin, length in zip(start, durations, strict=True)]
+
+
+def bytes_by_name(graph, rows=None):
+    """Bytes of buffers by name, those of one name summed; ``rows`` are which buffers, all by default."""
+    buffers = graph.buffers if rows is None else graph.buffers.take(rows)
+    found = Counter()
+    for name, size in zip(buffers.name, buffers.size, strict=True):
+        found[graph.strings[name]] += int(size)
+    return found

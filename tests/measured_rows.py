@@ -36,12 +36,12 @@ def fake_report(scenario):
     """A simulator whose step takes 1 ms a layer and microbatch and 5 ms for the optimizer."""
     return {
         "iteration_time_ms": scenario.model.layers * scenario.training.num_microbatches + 5.0,
-        "peak_allocated_gib": 10.0,
+        "peak_allocated_blocks_gib": 10.0,
         "peak_reserved_gib": 12.0,
         "stages": [
             {
                 "optimizer_ms": 5.0,
-                "peak_allocated_gib": 10.0 - stage,
+                "peak_allocated_blocks_gib": 10.0 - stage,
                 "peak_reserved_gib": 12.0,
                 "memory_at_peak_gib": dict.fromkeys(
                     ("weights", "gradients", "optimizer_states", "activations"), 2.0

@@ -107,7 +107,8 @@ def test_the_report_as_json_has_the_documented_keys(folder):
         "iteration_time_ms", "tokens_per_second", "tokens_per_second_per_gpu", "model_tflops_per_gpu",
         "mfu", "mfu_full_attention", "hfu",
         "pipeline_bubble_fraction", "exposed_communication_fraction",
-        "peak_allocated_gib", "peak_reserved_gib", "memory_capacity_gib", "memory_margin_gib", "fits_in_memory",
+        "peak_allocated_gib", "peak_allocated_blocks_gib", "peak_reserved_gib", "memory_capacity_gib",
+        "memory_margin_gib", "fits_in_memory",
         "out_of_memory_probability", "host_memory_gib", "host_memory_capacity_gib", "ranges", "duration_basis",
         "utilisation", "stages", "exposed_communication",
     ]  # fmt: skip
@@ -116,7 +117,8 @@ def test_the_report_as_json_has_the_documented_keys(folder):
     assert [list(stage) for stage in report["stages"]] == [[
         "stage", "representative_rank", "ranks", "layers",
         "compute_ms", "exposed_communication_ms", "idle_ms", "optimizer_ms",
-        "peak_allocated_gib", "peak_reserved_gib", "outside_allocator_gib", "memory_at_peak_gib", "peak_time_ms",
+        "peak_allocated_gib", "peak_allocated_blocks_gib", "peak_reserved_gib", "outside_allocator_gib",
+        "memory_at_peak_gib", "peak_time_ms",
         "offload", "alive_at_peak",
     ]] * 2  # fmt: skip
     assert list(report["ranges"]) == [

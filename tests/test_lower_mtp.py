@@ -14,6 +14,7 @@ import pytest
 from op_graphs.graph import OpGraph
 from op_graphs.vocabulary import Communication, MemoryCategory, OpKind, Phase, Stream
 from tests.dense_scenarios import dense_mapping
+from tests.graphs import bytes_by_name
 from tests.test_lowering import assert_nothing_leaks, attention_flops, linear_flops, step_flops
 from tracesim.errors import ScenarioError
 from tracesim.lowering import lower_scenario
@@ -76,7 +77,7 @@ def test_full_recompute_runs_a_head_again_up_to_its_norm(recompute, runs_again):
 def lasting(graph: OpGraph, rank: int) -> dict[str, int]:
     buffers = graph.buffers
     rows = np.flatnonzero((buffers.rank == rank) & (buffers.allocate < 0))
-    return {graph.strings[buffers.name[row]]: int(buffers.size[row]) for row in rows}
+    return bytes_by_name(graph, rows)
 
 
 @pytest.mark.parametrize(

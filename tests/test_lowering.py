@@ -21,6 +21,7 @@ from op_graphs.model_flops import model_flops_per_token
 from op_graphs.presets import list_models, load_model
 from op_graphs.vocabulary import Communication, MemoryCategory, OpKind, Phase, Stream
 from tests.dense_scenarios import dense_mapping, dense_scenarios
+from tests.graphs import bytes_by_name
 from tracesim.errors import ScenarioError
 from tracesim.lowering import lower_scenario
 from tracesim.scenario import Scenario, load_scenario
@@ -212,7 +213,7 @@ def test_memory_of_parameters_gradients_and_states(scenario):
     shared_by = scenario.parallel.dp if scenario.parallel.zero >= 1 else 1
     for rank, parameters in enumerate(parameters_of_ranks(scenario)):
         lasting = np.flatnonzero((buffers.rank == rank) & (buffers.allocate < 0))
-        sizes = {graph.strings[buffers.name[row]]: int(buffers.size[row]) for row in lasting}
+        sizes = bytes_by_name(graph, lasting)
         assert sizes["weights"] == 2 * parameters
         assert sizes["main_gradients"] == 4 * parameters
         assert sizes["optimizer_states"] == round(12 * parameters / shared_by)
@@ -231,7 +232,7 @@ def test_memory_of_parameters_gradients_and_states(scenario):
 def test_bytes_a_parameter_by_precision(training, weights, gradients, states):
     scenario, graph = lowered(**training)
     (parameters,) = parameters_of_ranks(scenario)
-    sizes = {graph.strings[n]: int(s) for n, s in zip(graph.buffers.name, graph.buffers.size, strict=True)}
+    sizes = bytes_by_name(graph)
     assert sizes["weights"] == weights * parameters
     assert sizes["main_gradients"] == gradients * parameters
     assert sizes["optimizer_states"] == states * parameters

@@ -141,6 +141,9 @@ def _lower_rank(
         )
         chunks.append(lower_chunk(placed, chunk))
     workspaces = library_workspace_bytes(
-        scenario.hardware, scenario.libraries, grouped=scenario.model.moe is not None
+        scenario.hardware,
+        scenario.libraries,
+        grouped=scenario.model.moe is not None and scenario.libraries.grouped_gemm,
+        tp=parallel.tp,
     )
     return lower_rank(context, chunks, workspaces)

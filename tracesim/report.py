@@ -100,6 +100,7 @@ def _memory(scenario: Scenario, stages: Sequence[dict[str, Any]]) -> dict[str, A
     probability = residuals()[RESERVED].probability_above(fullest["peak_reserved_gib"], capacity - outside)
     return {
         "peak_allocated_gib": max(stage["peak_allocated_gib"] for stage in stages),
+        "peak_allocated_blocks_gib": max(stage["peak_allocated_blocks_gib"] for stage in stages),
         "peak_reserved_gib": max(stage["peak_reserved_gib"] for stage in stages),
         "memory_capacity_gib": capacity,
         "memory_margin_gib": capacity - taken,
@@ -212,6 +213,7 @@ def _stage(
         "idle_ms": idle / 1e6,
         "optimizer_ms": optimizer / 1e6,
         "peak_allocated_gib": curve.peak / _GIB,
+        "peak_allocated_blocks_gib": usage.peak_allocated / _GIB,
         "peak_reserved_gib": usage.peak_reserved / _GIB,
         "outside_allocator_gib": {
             "context": outside.context / _GIB,

@@ -100,10 +100,29 @@ def _ring_forward(
     builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes, qkv: Tensor, keep: bool
 ) -> tuple[CoreSaved, Tensor]:
     group = context.group(Dimension.CP)
+    inner = [_joined_keys(builder, context, sizes)] if _joins_keys(context) else []
     output, log_sum_exp = ring_attention(builder, context, sizes, context.parallel.cp, group)
+    inner.append(log_sum_exp)
     if not keep:
-        builder.release(log_sum_exp, builder.last_row)
-    return CoreSaved(qkv, output, [log_sum_exp] if keep else []), output
+        for tensor in inner:
+            builder.release(tensor, builder.last_row)
+    return CoreSaved(qkv, output, inner if keep else []), output
+
+
+def _joins_keys(context: LoweringContext) -> bool:
+    """Whether keys and values are copied into one tensor for the ring, beside the projection that holds them.
+
+    Transformer Engine ``pytorch/attention/dot_product_attention/context_parallel.py`` does, and keeps it; queries stay
+    where the projection wrote them, with their keys and values. Latent attention makes keys and values of its own.
+    """
+    return context.libraries.transformer_engine and context.model.latent_attention is None
+
+
+def _joined_keys(builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes) -> Tensor:
+    row = builder.memory_bound(
+        "ring_kv_copy", OpKind.MEMCPY, read=sizes.kv_bytes, written=sizes.kv_bytes, dtype=context.dtype
+    )
+    return builder.activation("ring_kv", sizes.kv_bytes, row)
 
 
 def _ring_backward(

@@ -269,6 +269,8 @@ def overlap_mapping(arguments: Arguments, plan: Mapping[str, Any]) -> dict[str, 
 def libraries_mapping(arguments: Arguments, environment: Mapping[str, Any]) -> dict[str, Any]:
     """The ``libraries`` section: whose linears run, and the workspace that cuBLAS is given."""
     found: dict[str, Any] = {"transformer_engine": uses_transformer_engine(arguments)}
+    if arguments.given("num-experts"):
+        found["grouped_gemm"] = arguments.flag("moe-grouped-gemm")
     allowed = str(environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1"))
     found["deterministic"] = arguments.flag("deterministic-mode") or allowed == "0"
     config = environment.get("CUBLAS_WORKSPACE_CONFIG")

