@@ -110,6 +110,10 @@ def test_recompute(written, meant):
             {"overlap__tp": "async-tp", "parallel__tp": 2, "parallel__sp": False},
             "overlap.tp: async-tp (from scenario) needs parallel.sp: true",
         ),
+        (
+            {"overlap__p2p": "batched", "parallel__pp": 2, "schedule": "zb-h1"},
+            "overlap.p2p: batched (from scenario) needs a schedule whose ranks post their batches together: 1f1b",
+        ),
         ({"training__dtype": "bf61"}, "must be one of fp32, fp16, bf16, fp8-tensorwise"),
         ({"training__dtype": "bf61"}, "; did you mean bf16?"),
         ({"parallel__order": "tp-cp-dp-pp"}, "must name tp, cp, ep, dp and pp once each"),

@@ -274,7 +274,7 @@ def _check_overlap(draft: Draft, problems: Problems) -> None:
         value = getattr(draft.overlap, key)
         if not problems.sound(f"overlap.{key}", "parallel.tp", "parallel.sp"):
             continue
-        refusal = point.chosen(value).refusal(draft.parallel)
+        refusal = point.chosen(value).refusal(draft.parallel, draft.schedule)
         if refusal is not None:
             problems.add(f"overlap.{key}", value, refusal)
 

@@ -31,8 +31,8 @@ class OverlapPolicy(ABC):
     follows: ClassVar[str]
     """Which framework or paper does so."""
 
-    def refusal(self, parallel: ParallelPlan) -> str | None:
-        """What a parallel plan lacks for this policy; None if nothing."""
+    def refusal(self, parallel: ParallelPlan, schedule: str) -> str | None:
+        """What a parallel plan, or the name of a schedule, lacks for this policy; None if nothing."""
         return None
 
 

@@ -33,7 +33,7 @@ class TensorAsync(TensorPlacement):
     beside_weights = True
     gathers_again = False
 
-    def refusal(self, parallel: ParallelPlan) -> str | None:
+    def refusal(self, parallel: ParallelPlan, schedule: str) -> str | None:
         """It cuts along the sequence."""
         return needs_sequence_parallel(parallel)
 

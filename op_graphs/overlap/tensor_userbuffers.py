@@ -35,7 +35,7 @@ class TensorUserbuffers(TensorPlacement):
     follows = "Megatron-LM --tp-comm-overlap with Transformer Engine"
     beside_weights = True
 
-    def refusal(self, parallel: ParallelPlan) -> str | None:
+    def refusal(self, parallel: ParallelPlan, schedule: str) -> str | None:
         """It cuts along the sequence."""
         return needs_sequence_parallel(parallel)
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from op_graphs.plan import ParallelPlan
+
 from .policy import RankTransfers, TransferPlacement
+
+_POSTED_SO = ("1f1b", "gpipe", "forward")
 
 
 class TransfersBatched(TransferPlacement):
@@ -22,6 +26,12 @@ class TransfersBatched(TransferPlacement):
     follows = "Megatron-LM batch_isend_irecv (batch_p2p_comm) without --overlap-p2p-communication"
 
     host_waits = True
+
+    def refusal(self, parallel: ParallelPlan, schedule: str) -> str | None:
+        """Ranks whose batches do not belong together run one after the other; files are taken at their word."""
+        if parallel.pp == 1 or schedule in _POSTED_SO or schedule.endswith(".csv"):
+            return None
+        return f"needs a schedule whose ranks post their batches together: {', '.join(_POSTED_SO)}"
 
     def behind(self, transfers: RankTransfers, *, is_send: bool, awaited: bool) -> Sequence[int]:
         """Behind the last compute and the batch before."""
