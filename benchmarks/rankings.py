@@ -103,7 +103,9 @@ def main(paths: Sequence[Path]) -> None:
     right, pairs = (sum(cell.pairs[side] for cell in cells) for side in (0, 1))
     console = Console()
     console.print(table)
-    console.print(f"{sum(cell.in_order for cell in cells)} of {len(cells)} cells, {right} of {pairs} pairs in order")
+    console.print(
+        f"{sum(cell.in_order for cell in cells)} of {len(cells)} cells, {right} of {pairs} pairs in order"
+    )
     sys.exit(0 if all(cell.in_order for cell in cells) else 1)
 
 

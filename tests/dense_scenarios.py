@@ -59,6 +59,8 @@ def dense_scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
         name: st.sampled_from(OVERLAP_POINTS[name].names())
         for name in ("grad_reduce", "param_gather", "p2p", "tp")
     }
+    if vpp > 1:
+        policies["p2p"] = st.sampled_from(["ahead", "in-place"])
     if not sp:
         policies["tp"] = st.sampled_from(["beside-weights", "in-place", "gathered-once"])
     recompute = draw(st.sampled_from(["none", "none", "full", {"modules": ["core_attn"]}]))

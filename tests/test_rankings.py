@@ -1,0 +1,61 @@
+"""Ranking of schedules in cells of measured rows: which rows make a cell, what counts as in order, and real cells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.rankings import iteration_time_ms, main, measured_runs, rank_cells
+from tests.dense_scenarios import dense_mapping
+from tracesim.scenario import Scenario, load_scenario
+
+
+def run(schedule: str, microbatches: int = 8, vpp: int = 1) -> Scenario:
+    return load_scenario(
+        dense_mapping(
+            schedule=schedule,
+            parallel__pp=2,
+            parallel__vpp=vpp,
+            training__num_microbatches=microbatches,
+        )
+    )
+
+
+def test_rows_that_differ_in_their_schedule_alone_are_a_cell() -> None:
+    times = {"gpipe": 3.0, "1f1b": 2.0, "interleaved-1f1b": 1.0}
+    rows = [
+        (run("gpipe"), 30.0),
+        (run("1f1b"), 20.0),
+        (run("interleaved-1f1b", vpp=2), 25.0),
+        (run("1f1b", 4), 9.0),
+    ]
+    (cell,) = rank_cells(rows, lambda scenario: times[scenario.schedule])
+    assert [run.schedule for run in cell.runs] == ["1f1b", "interleaved-1f1b", "gpipe"]
+    assert not cell.in_order
+    assert cell.pairs == (2, 3)
+    assert rank_cells(
+        [(replace(scenario, name="x"), time) for scenario, time in rows[:2]], iteration_time_ms
+    )[0].in_order
+
+
+@pytest.mark.shared_data
+def test_zero_bubble_schedules_come_out_in_the_order_measured(shared_data: Path) -> None:
+    """A cell of the smallest model: the automatic schedules of Zero Bubble, by their memory."""
+    rows = measured_runs(shared_data / "measured" / "zero-bubble.json")
+    mine = [(scenario, time) for scenario, time in rows if scenario.training.num_microbatches == 24]
+    cells = {cell.name: cell for cell in rank_cells(mine)}
+    cell = cells["GPT 1.5B pp8 m24"]
+    assert [run.schedule for run in cell.runs] == ["greedy:memory=16", "greedy:memory=8"]
+    assert cell.in_order
+    assert all(run.simulated == pytest.approx(run.measured, rel=0.1) for run in cell.runs)
+
+
+def test_a_file_without_cells_is_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('{"source": {"name": "none"}, "rows": []}')
+    result = CliRunner().invoke(main, [str(path)])
+    assert result.exit_code == 0
+    assert "0 of 0 cells" in result.output
