@@ -8,6 +8,7 @@ Rows whose memory contradicts that of another row with the same settings are sho
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.microbatch_slopes import slopes
 from benchmarks.rows import MeasuredRow, RowFile, RowSkippedError, RunReport, express
 from benchmarks.rows.dispatch import row_label, source_name
 from benchmarks.scores import Score, error_pct, score
@@ -52,6 +54,9 @@ class RowResult:
     notes: tuple[str, ...]
     undetermined: str = ""
     """Why the settings that the row states do not determine its memory; it counts in no score then."""
+    microbatches: int = 0
+    layout: str = ""
+    """Equal for rows that differ in nothing but their microbatches."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +237,16 @@ def _result(row: MeasuredRow, source: str, figures: Figures, contradictions: Map
         pairs,
         row.notes,
         undetermined,
+        scenario.training.num_microbatches,
+        _layout(scenario),
     )
+
+
+def _layout(scenario: Scenario) -> str:
+    """A short name of everything but the number of microbatches."""
+    one = dataclasses.replace(scenario.training, num_microbatches=1)
+    key = scenario_key(dataclasses.replace(scenario, training=one))
+    return hashlib.sha256(key.encode()).hexdigest()[:12]
 
 
 def _predicted(row: MeasuredRow, figures: Figures) -> dict[str, float | None]:
@@ -282,6 +296,8 @@ def _row_document(result: RowResult) -> dict[str, Any]:
         "world_size": result.world_size,
         "hardware": result.hardware,
         **figures,
+        "microbatches": result.microbatches,
+        "layout": result.layout,
         "notes": list(result.notes),
         "undetermined": result.undetermined,
     }
@@ -334,8 +350,14 @@ def _score_table(results: Sequence[RowResult]) -> Table:
 
 
 @click.command()
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+@click.option("--markdown", is_flag=True, help="Print the accuracy page of the documentation.")
+@click.option(
+    "--results",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="With --markdown: what --json printed earlier, instead of simulating PATHS.",
+)
 @click.option(
     "--machines",
     multiple=True,
@@ -349,18 +371,62 @@ def _score_table(results: Sequence[RowResult]) -> Table:
     show_default=True,
     help="Processes that simulate; the results are the same with any number.",
 )
-def main(paths: tuple[Path, ...], as_json: bool, machines: tuple[Path, ...], jobs: int) -> None:
+def main(
+    paths: tuple[Path, ...],
+    as_json: bool,
+    markdown: bool,
+    results: Path | None,
+    machines: tuple[Path, ...],
+    jobs: int,
+) -> None:
     """Compare simulated with measured runs. PATH is a file of measured rows or a folder of such files."""
+    if bool(paths) == bool(results) or (results and not markdown) or (as_json and markdown):
+        raise click.UsageError(
+            "give PATHs, with --json or --markdown or neither, or --markdown --results FILE"
+        )
+    if results is not None:
+        click.echo(_page(json.loads(results.read_text("utf-8"))), nl=False)
+        return
     try:
         files = find_files(paths)
     except InputError as error:
         click.echo(f"benchmarks.accuracy: {error}", err=True)
         sys.exit(2)
-    results, skipped = evaluate(files, machine_folders=machines, jobs=jobs)
+    found, skipped = evaluate(files, machine_folders=machines, jobs=jobs)
+    document = as_document(found, skipped)
     if as_json:
-        click.echo(json.dumps(as_document(results, skipped), indent=1, allow_nan=False))
+        click.echo(json.dumps(document, indent=1, allow_nan=False))
+    elif markdown:
+        click.echo(_page(document), nl=False)
     else:
-        print_tables(results, skipped, Console(width=None if sys.stdout.isatty() else 160))
+        print_tables(found, skipped, Console(width=None if sys.stdout.isatty() else 160))
+        print_slopes(document["rows"], Console(width=None if sys.stdout.isatty() else 160))
+
+
+def print_slopes(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Fixed cost and cost of a microbatch apart, where a layout ran with three counts."""
+    table = Table("source", "layout", "microbatches", title="Fixed cost and cost of a microbatch")
+    for heading in ("ms each", "error %", "fixed, ms", "error %"):
+        table.add_column(heading, justify="right")
+    for one in slopes(rows):
+        fixed = one.fixed_error_pct
+        table.add_row(
+            one.source,
+            one.layout,
+            ", ".join(map(str, one.counts)),
+            f"{one.measured_slope:.2f}",
+            f"{one.slope_error_pct:+.1f}",
+            f"{one.measured_fixed:.1f}",
+            "-" if fixed is None else f"{fixed:+.0f}",
+        )
+    if table.row_count:
+        console.print(table)
+
+
+def _page(document: dict[str, Any]) -> str:
+    from benchmarks.accuracy_page import page  # it reads what this module makes
+
+    return page(document)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,82 @@
+"""What is known of each source beside its rows: what ran, in which fit it was, and what explains its errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SourceNote:
+    """Words for the accuracy page."""
+
+    runs: str = ""
+    in_fit: str = "no"
+    explains: str = ""
+
+
+NOTES: dict[str, SourceNote] = {
+    "simumax-b200": SourceNote(
+        "Llama 3 70B (12 layers, to 131,072 tokens with context parallelism) and DeepSeek-V2 (4 layers) on 8 B200; "
+        "kernels measured",
+        "clock: 8 of 22 rows",
+        "tp 8 and experts are too fast, at few microbatches most: 110 collectives of eight ranks a microbatch wait "
+        "for the slowest rank, which is not modelled, and the small kernels of routing are many. Only iterations 2 and "
+        "3 were timed",
+    ),
+    "simumax-a100-pcie": SourceNote(
+        "Llama 3 8B on 8 A100 PCIe; kernels measured; times are not printed by the source, but its predictions over "
+        "the error it states",
+        "clock: 8 of 12 rows",
+        "tp 8 runs over PCIe, where all is the measured line of one all-gather",
+    ),
+    "korthikanti2022": SourceNote(
+        "GPT 22B to 530B, 8 to 2,240 A100 (arXiv:2205.05198)",
+        "no",
+        "the 530B model with full recompute is too slow: 35 stages wait for transfers at every action",
+    ),
+    "flagperf": SourceNote(
+        "Llama 3 8B and 70B, 8 to 440 A100, A800, H100",
+        "no",
+        "440 GPUs: data parallelism of 220 over a network with contention",
+    ),
+    "llm-foundry-mpt": SourceNote(
+        "MPT 125M to 70B with FSDP, 8 to 512 A100 and H100",
+        "clock of the H100: 12 rows",
+        "too fast on average: eager PyTorch FSDP of 2023, whose kernels are less fused than those lowered here, and "
+        "one operation time of the host for all frameworks",
+    ),
+    "vtrain-ground-truth": SourceNote(
+        "GPT of width 1,024 to 12,288, 412 of 443 rows on one node of A100",
+        "host.operation_us: 220 rows",
+        "small models, bound by launches: one time a lowered operation stands for all kinds of them",
+    ),
+    "zero-bubble": SourceNote(
+        "GPT 1.5B to 28B with several schedules, 8 to 32 A100 (arXiv:2401.10241)",
+        "host.resume_us: 6 rows, by the paper's own profile",
+        "the 6.2B model's forward pass is 14 % slower in the paper's profile than here",
+    ),
+    "internevo": SourceNote(
+        "InternLM 7B, 8 to 256 A100",
+        "no",
+        "its runs on one node are slower than those of the other A100 sources; with more nodes, data parallelism over "
+        "4 x 100 Gb/s a node, a quarter of what the installed profile has",
+    ),
+    "bigscience-tr11": SourceNote(
+        "GPT 177B to 200B in BLOOM's preparations, 320 to 384 A100",
+        "no",
+        "experiments on a cluster in construction, with frameworks of 2021; the causes were not separated",
+    ),
+    "torchtitan-bench": SourceNote(
+        "Llama 3 8B to 405B with FSDP2, 8 to 512 H100 of 96 GB and 500 W, and H200"
+    ),
+    "torchtitan-perf-2024": SourceNote("Llama 2 and 3 with FSDP2 on 64 A100"),
+    "megatron-bridge": SourceNote("NeMo recipes on H100 to GB300"),
+    "megatron-golden": SourceNote("functional tests of Megatron-LM, memory of the last rank"),
+    "nemo-automodel": SourceNote("mixtures of experts with FSDP2 and DeepEP on H100"),
+}
+"""By source."""
+
+
+def note_of(source: str) -> SourceNote:
+    """What is known of a source; empty for one that is not listed."""
+    return NOTES.get(source, SourceNote())

@@ -1,0 +1,94 @@
+"""The accuracy page and the lines over microbatches, from results of the scoreboard."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import accuracy_page
+from benchmarks.accuracy import main
+from benchmarks.microbatch_slopes import slopes
+from benchmarks.source_notes import NOTES
+
+
+def row(
+    microbatches: int, measured: float, predicted: float, source: str = "simumax-b200", layout: str = "a"
+):
+    error = 100 * (predicted / measured - 1)
+    return {
+        "source": source,
+        "row": f"run of {microbatches}",
+        "world_size": 8,
+        "hardware": "b200-sxm",
+        "microbatches": microbatches,
+        "layout": layout,
+        "time": {"measured": measured, "predicted": predicted, "error_pct": error},
+    }
+
+
+LINE = [row(count, 100.0 + 50 * count, 80.0 + 51.5 * count) for count in (4, 8, 32)]
+DOCUMENT = {
+    "sources": {
+        "simumax-b200": {
+            "time": {
+                "n": 3,
+                "mean_abs_pct": 1.5,
+                "mean_signed_pct": -1.25,
+                "max_abs_pct": 4.0,
+                "spearman": None,
+            }
+        }
+    },
+    "rows": LINE,
+    "skipped": [{"row": "x", "reason": "no | profile"}] * 2,
+    "skip_reasons": {"x": {"no | profile": 2}},
+}
+
+
+def test_slope_and_fixed_cost_of_a_layout_are_told_apart():
+    (found,) = slopes(LINE)
+    assert found.counts == (4, 8, 32)
+    assert (found.measured_slope, found.measured_fixed) == (pytest.approx(50), pytest.approx(100))
+    assert found.slope_error_pct == pytest.approx(3)
+    assert found.fixed_error_pct == pytest.approx(-20)
+
+
+def test_two_counts_are_no_line_and_layouts_are_not_mixed():
+    assert slopes(LINE[:2]) == []
+    assert slopes([*LINE[:2], row(32, 1.0, 1.0, layout="b")]) == []
+    assert slopes([*LINE[:2], row(32, 1.0, 1.0, source="other")]) == []
+
+
+def test_the_page_has_every_table_of_its_template(tmp_path):
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps(DOCUMENT))
+    result = CliRunner().invoke(main, ["--markdown", "--results", str(results)])
+    assert result.exit_code == 0
+    page = result.output
+    assert "{{" not in page
+    assert "3 of 5 rows could be expressed and are simulated; 2 are left out." in page
+    assert "| no \\| profile | 2 |" in page
+    assert f"| `simumax-b200` | time | 3 | 1.50 | -1.25 | 4.00 | - | {NOTES['simumax-b200'].in_fit} |" in page
+    assert "| `simumax-b200` | run of 4 | 4, 8, 32 | 50.00 | +3.0 | 100.0 | -20 |" in page
+    assert "The slope is within 4 % in 1 of 1 layouts" in page
+    assert "| run of 4 | 300.00 | 286.00 | -4.67 |" in page
+    assert page == accuracy_page.page(DOCUMENT)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--json", "--markdown", "x"], ["--results", __file__], ["x", "--results", __file__]]
+)
+def test_options_that_exclude_each_other_are_refused(arguments):
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert "give PATHs" in result.output
+
+
+def test_a_table_that_is_not_known_is_refused(tmp_path, monkeypatch):
+    template = tmp_path / "page.md"
+    template.write_text("{{weather}}\n")
+    monkeypatch.setattr(accuracy_page, "TEMPLATE", template)
+    with pytest.raises(ValueError, match="asks for 'weather'; known are counts"):
+        accuracy_page.page(DOCUMENT)
