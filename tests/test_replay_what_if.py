@@ -86,6 +86,8 @@ def test_every_what_if_of_the_list_is_tested_here_or_has_a_test_of_its_own() -> 
     assert keys == {
         "scale", "scale.kind.", "scale.phase.", "scale.layer.", "scale.name", "set.name", "rank.", "fuse", "hardware",
         "network.bandwidth", "network.latency", "communication", "drop", "overlap", "host", "remove",
+        # in test_replay_micro_operations.py
+        "even",
         # in test_replay_what_if_network.py
         "network.algorithm", "network.topology", "network.domain", "dp", "communication.sms",
         # in test_replay_what_if_streams.py
@@ -269,8 +271,10 @@ def test_a_run_with_some_unexplained_lateness_gets_a_range() -> None:
         ("rank.9=2", "rank.9: the trace holds the ranks 0"),
         ("hardware=h100-sxm", "write FROM:TO"),
         ("overlap=some", "write overlap=none or overlap=full"),
-        ("remove=all", "write launch-gaps, host-stalls, host-waits or unexplained"),
+        ("remove=all", "write launch-gaps, host-stalls, host-waits, allocator or unexplained"),
         ("fuse=gemm", "only elementwise"),
+        ("remove=allocator", "the trace shows no call of the device allocator"),
+        ("even=some", "write even=stragglers"),
     ],
 )
 def test_what_cannot_be_done_is_said(text: str, message: str) -> None:

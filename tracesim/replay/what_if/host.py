@@ -10,6 +10,7 @@ from op_graphs.columns import Bool
 from tracesim.errors import ScenarioError
 from tracesim.replay.graph import EdgeKind, Rebuilt, RowRole
 from tracesim.replay.measured import on_threads
+from tracesim.replay.what_if.allocator import without_allocator
 from tracesim.replay.what_if.selection import factor, scaled
 
 STALL_NS = 200_000
@@ -25,8 +26,8 @@ def remove(rebuilt: Rebuilt, value: str) -> Rebuilt:
     """Take one thing away that holds the device up.
 
     ``launch-gaps``: calls, and host work below 200 us between them, take no time, as with CUDA graphs. ``host-stalls``:
-    host work above that takes none. ``host-waits``: the host never waits for the device. ``unexplained``: nothing
-    starts late without a cause.
+    host work above that takes none. ``allocator``: calls of the device allocator take none. ``host-waits``: the host
+    never waits for the device. ``unexplained``: nothing starts late without a cause.
     """
     if value == "unexplained":
         return replace(rebuilt, unexplained=np.zeros(len(rebuilt.rows), dtype=np.int64))
@@ -35,9 +36,11 @@ def remove(rebuilt: Rebuilt, value: str) -> Rebuilt:
         kept = (edges.kind != EdgeKind.RETURN) & (edges.kind != EdgeKind.POLL)
         _host(rebuilt, "remove=host-waits")
         return rebuilt.with_edges(edges.take(np.flatnonzero(kept)))
+    if value == "allocator":
+        return without_allocator(rebuilt)
     if value not in ("launch-gaps", "host-stalls"):
         raise ScenarioError(
-            f"remove={value}: write launch-gaps, host-stalls, host-waits or unexplained behind remove="
+            f"remove={value}: write launch-gaps, host-stalls, host-waits, allocator or unexplained behind remove="
         )
     rows = _host(rebuilt, f"remove={value}")
     # By the measured time, so that a scaling asked for as well does not decide what a stall is.

@@ -19,6 +19,7 @@ from tracesim.replay.what_if import (
     placement,
     recompute,
     shapes,
+    stragglers,
     streams,
 )
 from tracesim.replay.what_if.memory import MemoryEffect, unchanged
@@ -60,6 +61,8 @@ WHAT_IFS: tuple[WhatIf, ...] = (
     ),
     WhatIf("set.name", "PATTERN:MICROSECONDS", "set them instead", durations.set_name),
     WhatIf("rank.", "FACTOR", "compute and host work of one rank", durations.scale_rank, True),
+    WhatIf("even", "stragglers", "the same slice lasts as long everywhere", stragglers.without_stragglers),
+    WhatIf("even", "both", "and nothing starts late without a cause", stragglers.without_stragglers),
     WhatIf("fuse", "elementwise", "neighbouring kernels last as their longest", durations.fuse),
     WhatIf(
         "hardware",
@@ -140,6 +143,7 @@ WHAT_IFS: tuple[WhatIf, ...] = (
     WhatIf("remove", "launch-gaps", "calls and short host work, as CUDA graphs do", host.remove),
     WhatIf("remove", "host-stalls", "host work of 200 us and more", host.remove),
     WhatIf("remove", "host-waits", "waits of the host for the device", host.remove),
+    WhatIf("remove", "allocator", "calls that get or free device memory", host.remove),
     WhatIf("remove", "unexplained", "lateness without a cause", host.remove),
 )
 """All of them, as the command line lists them."""
