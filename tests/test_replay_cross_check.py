@@ -14,6 +14,8 @@ from tracesim.errors import ScenarioError
 from tracesim.readers import read_trace
 from tracesim.replay import rebuild, replay, step_times
 from tracesim.replay.what_if.allocator import allocator_time, without_allocator
+from tracesim.replay.what_if.outcome import change
+from tracesim.replay.what_if.registry import parse_what_ifs
 
 
 def run(transfer: float, allocate: float, cast: float = 0.0) -> Recording:
@@ -47,6 +49,8 @@ def test_calls_of_the_allocator_are_found_in_the_host_work_they_lie_in() -> None
     assert step_times(replay(rebuilt))[-1].replayed == (330 + 50 + 1 + 100) * US
     # Nothing holds the launches up any more: three kernels that follow each other.
     assert step_times(replay(without_allocator(rebuilt)))[-1].replayed == (100 + 1 + 50 + 1 + 100) * US
+    asked = change(rebuilt, parse_what_ifs(["remove=allocator"]))
+    assert np.array_equal(asked.durations, without_allocator(rebuilt).durations)
 
 
 def test_a_run_without_such_calls_is_refused() -> None:

@@ -124,17 +124,21 @@ def render_replay(result: dict[str, Any], console: Console) -> None:
     """Print what :func:`describe_replay` found."""
     table = RichTable(title=f"step time, {result['trace']}", title_justify="left")
     times = ("measured ms", "replayed ms", "error %")
-    for column in ("rank", "step", *times, *(f"host {name}" for name in times)):
+    # Runs on CPU and traces without marks have no steps of a host beside those of the device.
+    sides = ("", "host_") if any(row["host_measured_ms"] for row in result["steps"]) else ("",)
+    for column in ("rank", "step", *(f"{side.replace('_', ' ')}{name}" for side in sides for name in times)):
         table.add_column(column, justify="right")
     for row in result["steps"]:
-        table.add_row(
-            str(row["rank"]),
-            str(row["step"]),
-            *(f"{row[key]:.3f}" for key in ("measured_ms", "replayed_ms")),
-            f"{row['error_pct']:+.2f}",
-            *(f"{row[key]:.3f}" for key in ("host_measured_ms", "host_replayed_ms")),
-            f"{row['host_error_pct']:+.2f}",
-        )
+        figures = [
+            text
+            for side in sides
+            for text in (
+                f"{row[side + 'measured_ms']:.3f}",
+                f"{row[side + 'replayed_ms']:.3f}",
+                f"{row[side + 'error_pct']:+.2f}",
+            )
+        ]
+        table.add_row(str(row["rank"]), str(row["step"]), *figures)
     console.print(table)
     _render_streams(result, console)
     if result["largest_deviations"]:
