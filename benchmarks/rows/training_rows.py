@@ -308,9 +308,12 @@ def _precision(precision: str, settings: SourceSettings) -> dict[str, str]:
         return {"dtype": "nvfp4"}
     if "fp8" in text or "float8" in text:
         return _fp8(text, settings)
-    for name in ("bf16", "fp16", "fp32"):
+    for name in ("bf16", "fp16"):
         if name in text:
             return {"dtype": name}
+    if "fp32" in text:
+        # Four times the rate with TF32 products, which frameworks switch on or not.
+        raise RowSkippedError("whether the products of an fp32 run are TF32 is not stated")
     if settings.dtype is None:
         raise RowSkippedError(f"the precision is given as {precision or 'nothing'!r}")
     return {"dtype": settings.dtype}
