@@ -29,6 +29,11 @@ from typing import Any
 
 import pytest
 
+from op_graphs.context_parallel.registry import ALGORITHMS
+from op_graphs.dispatchers import DISPATCHERS
+from op_graphs.huggingface import READERS
+from op_graphs.recompute_rules import LAYER_RULES
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^(`{3,}|~{3,})\s*(\w*)")
 NOT_RUN = re.compile(r"^<!-- not run: \S.* -->$")
@@ -127,6 +132,18 @@ def run_block(block: Block, page: Path, names: dict[str, Any]) -> None:
             run_command(arguments, expected)
 
 
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """What a page adds to the program is taken out again: other tests list what there is."""
+    found: list[dict[str, Any]] = [READERS, LAYER_RULES, DISPATCHERS, ALGORITHMS]
+    before = [dict(registry) for registry in found]
+    yield
+    for registry, entries in zip(found, before, strict=True):
+        registry.clear()
+        registry.update(entries)
+
+
+@pytest.mark.usefixtures("registries")
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 def test_a_page_runs_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
