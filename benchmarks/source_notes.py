@@ -72,6 +72,20 @@ NOTES: dict[str, SourceNote] = {
     "torchtitan-perf-2024": SourceNote("Llama 2 and 3 with FSDP2 on 64 A100"),
     "megatron-bridge": SourceNote("NeMo recipes on H100 to GB300"),
     "megatron-golden": SourceNote("functional tests of Megatron-LM, memory of the last rank"),
+    "megatron-bridge-ablations": SourceNote(
+        "Moonlight 16B on 8 H100 with one setting changed at a time",
+        "no",
+        "one small microbatch a step, so what the host does decides; the rows are meant for their differences",
+    ),
+    "megatron-sc21": SourceNote("GPT 162B to 530B on 384 to 1,536 A100 (arXiv:2104.04473)"),
+    "moe-modelzoo": SourceNote("Qwen3-235B-A22B on 256 H100, launch scripts of Megatron-MoE-ModelZoo"),
+    "nemo-24.07": SourceNote("NeMo recipes on H100 in fp8, 2024; the page does not say what is recomputed"),
+    "nemo-24.12": SourceNote("the same half a year later"),
+    "nemo-25.02-25.04": SourceNote("NeMo recipes on H100, B200 and GB200 in fp8, 2025"),
+    "fms-fsdp": SourceNote("Llama 2 with FSDP and torch.compile on A100"),
+    "calculon-validation": SourceNote(
+        "memory of GPT 22B to 1T by the formulas of arXiv:2205.05198, read off its figures by Calculon's authors",
+    ),
     "nemo-automodel": SourceNote("mixtures of experts with FSDP2 and DeepEP on H100"),
 }
 """By source."""

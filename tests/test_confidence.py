@@ -107,6 +107,13 @@ def test_rows_are_sorted_by_what_they_measure():
         ),
         row("calculon-validation", 5.0),
         {
+            "source": "torchtitan-bench",
+            "world_size": 8,
+            "hardware": "h",
+            "reserved": {"measured": 9.0, "predicted": 1.0},
+        },
+        row("b", 5.0, undetermined="equal settings gave 1 and 2 GiB"),
+        {
             "source": "e",
             "world_size": 8,
             "hardware": "h100-sxm",
