@@ -385,7 +385,13 @@ def main(
             "give PATHs, with --json or --markdown or neither, or --markdown --results FILE"
         )
     if results is not None:
-        click.echo(_page(json.loads(results.read_text("utf-8"))), nl=False)
+        try:
+            page = _page(json.loads(results.read_text("utf-8")))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            click.echo(f"benchmarks.accuracy: {results} is not what --json prints ({reason})", err=True)
+            sys.exit(2)
+        click.echo(page, nl=False)
         return
     try:
         files = find_files(paths)

@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.accuracy import find_files, read_rows
+from benchmarks.accuracy import InputError, find_files, read_rows
 from benchmarks.rows import RowFile, RowSkippedError, express
 from benchmarks.rows.dispatch import source_name
 from tracesim.scenario import Scenario
@@ -95,7 +95,11 @@ def measured_runs(path: Path) -> list[tuple[Scenario, float]]:
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 def main(paths: Sequence[Path]) -> None:
     """Say in which cells of measured rows schedules are simulated in the measured order."""
-    cells = [cell for path in find_files(paths) for cell in rank_cells(measured_runs(path))]
+    try:
+        cells = [cell for path in find_files(paths) for cell in rank_cells(measured_runs(path))]
+    except InputError as error:
+        click.echo(f"benchmarks.rankings: {error}", err=True)
+        sys.exit(2)
     table = Table("cell", "schedules, the fastest measured first: measured / simulated ms", "in order")
     for cell in cells:
         shown = ", ".join(f"{run.schedule} {run.measured:.0f} / {run.simulated:.0f}" for run in cell.runs)

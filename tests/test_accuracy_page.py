@@ -92,3 +92,11 @@ def test_a_table_that_is_not_known_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(accuracy_page, "TEMPLATE", template)
     with pytest.raises(ValueError, match="asks for 'weather'; known are counts"):
         accuracy_page.page(DOCUMENT)
+
+
+@pytest.mark.parametrize("text", ["no JSON", "{}", "[1]"])
+def test_results_of_something_else_are_refused(tmp_path, text):
+    (tmp_path / "results.json").write_text(text)
+    result = CliRunner().invoke(main, ["--markdown", "--results", str(tmp_path / "results.json")])
+    assert result.exit_code == 2
+    assert "is not what --json prints" in result.output

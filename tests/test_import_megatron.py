@@ -298,6 +298,8 @@ def test_a_file_of_arguments(tmp_path, name, nested):
         ("a.sh", "x" * (1 << 20) + "yy", "is larger than 1 MiB"),
         ("a.sh", b"\xff\xfe\x00", "is not a text file"),
         ("a.sh", None, "no such file"),
+        ("a.yaml", None, "no such file"),
+        ("a.yaml", b"[1]", "holds a list; a mapping of arguments is expected"),
     ],
 )
 def test_a_file_that_cannot_be_read(tmp_path, name, content, message):

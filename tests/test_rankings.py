@@ -57,3 +57,10 @@ def test_a_file_without_cells_is_in_order(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, [str(path)])
     assert result.exit_code == 0
     assert "0 of 0 cells" in result.output
+
+
+def test_what_holds_no_rows_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text("no JSON")
+    result = CliRunner().invoke(main, [str(tmp_path / "rows.json")])
+    assert result.exit_code == 2
+    assert "cannot be read as JSON" in result.output

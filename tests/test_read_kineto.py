@@ -336,6 +336,7 @@ GOOD = json.dumps({"traceEvents": [kernel("a", 0, 1)]}).encode()
         (GOOD[:-20], "truncated"),
         (GOOD + GOOD[:-20], "truncated"),
         (b"hello", "not a trace of a known format"),
+        (b"hello", "it begins with b'hello'. Export"),
         (b'{"a": 1}', "not a trace of a known format"),
         (b'{"traceEvents": [}', "not valid JSON"),
         (b'{"traceEvents": 3}', "not shaped as a profiler trace"),

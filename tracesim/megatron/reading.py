@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ScenarioError
-from ..yaml_reading import read_yaml_mapping
+from ..yaml_reading import describe_type, parse_yaml
 
 _MAX_BYTES = 1 << 20
 _ARGUMENT_KEYS = ("MODEL_ARGS", "megatron_args_full", "megatron_args")
@@ -39,20 +39,22 @@ def read_launch_file(path: Path) -> LaunchFile:
     Raises:
         ScenarioError: if there is no such file, or it holds no argument.
     """
-    if path.suffix.lower() in (".yaml", ".yml"):
-        return _of_mapping(read_yaml_mapping(path), path)
     text = _text(path)
+    if path.suffix.lower() in (".yaml", ".yml"):
+        return _of_mapping(_mapping(parse_yaml(text, str(path)), path), path)
     if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ScenarioError(f"{path}: cannot be read as JSON: {str(error)[:100]}") from None
-        if not isinstance(document, Mapping):
-            raise ScenarioError(
-                f"{path}: holds a {type(document).__name__}; a mapping of arguments is expected"
-            )
-        return _of_mapping(document, path)
+        return _of_mapping(_mapping(document, path), path)
     return _of_shell(text, path)
+
+
+def _mapping(document: object, path: Path) -> Mapping[Any, Any]:
+    if not isinstance(document, Mapping):
+        raise ScenarioError(f"{path}: holds a {describe_type(document)}; a mapping of arguments is expected")
+    return document
 
 
 def _text(path: Path) -> str:

@@ -125,7 +125,7 @@ class _Read:
         elif reader is None:
             raise TraceError(
                 f"{file}: not a trace of a known format ({', '.join(READERS)}); it begins with "
-                f"{source.data[:24]!r}. Export it with torch.profiler's export_chrome_trace."
+                f"{bytes(source.data[:24])!r}. Export it with torch.profiler's export_chrome_trace."
             )
         elif not is_folder:
             self.parts.append(reader.read(source))
