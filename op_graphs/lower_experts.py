@@ -1,18 +1,16 @@
 """Lowering of a mixture-of-experts MLP: router, dispatch, grouped GEMMs over local experts, combine, shared experts.
 
-Kernels are Megatron-Core's with Transformer Engine (``transformer/moe``): scores are computed by a GEMM (in fp32 where
-the model asks), chosen and normalised by memory-bound kernels, and multiply the activation inside the experts, so the
-second GEMM's output is not kept. Shared experts run as one dense MLP on all tokens.
+Kernels are Megatron-Core's with Transformer Engine (``transformer/moe``): scores multiply the activation inside the
+experts, so the second GEMM's output is not kept. Shared experts run as one dense MLP on all tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from .dispatchers import DISPATCHERS, Dispatcher, RoutedSizes
-from .graph import GemmShape
-from .linear import Linear, accumulated_type, is_quantized_linear, weight_gradient_shape
-from .lower_linear import forward_gemm, input_gradient_gemm, run_weight_gradient, weight_gradient
+from .dispatchers import DISPATCHERS, Dispatcher, RoutedSizes, kept_bytes
+from .linear import Linear, is_quantized_linear
+from .lower_linear import forward_gemm, input_gradient_gemm, weight_gradient
 from .lower_mlp import Mlp, MlpSaved, mlp_backward, mlp_forward, recompute_mlp
 from .lower_quantization import (
     GradientOperands,
@@ -23,18 +21,11 @@ from .lower_quantization import (
     transpose,
     weight_gradient_input,
 )
+from .lower_router import router_backward, router_forward
 from .lowering_context import LoweringContext
-from .model import MixtureOfExperts
 from .offload_activations import begin_part, end_part, offload
-from .program import DeferredGemm, ProgramBuilder, Tensor
-from .vocabulary import DType, OpKind, Phase
-
-_SELECT_PASSES = 18
-"""Times that a radix select reads its row: once for each two bits of an fp32 key, and twice to gather what it found
-(PyTorch ``TensorTopK.cu``, ``sbtopk``)."""
-_GROUPED_SCORE_KERNELS, _GROUPED_TOP_K_KERNELS, _GROUPED_BACKWARD_KERNELS = 12, 18, 25
-"""Kernels of routing limited to groups, counted in a public trace of DeepSeek-V3: scores up to the mask of the groups,
-both selections with what gathers and normalises their results, and the backward pass."""
+from .program import ProgramBuilder, Tensor
+from .vocabulary import OpKind, Phase
 
 
 @dataclass(frozen=True)
@@ -55,18 +46,13 @@ class _Activated:
 class ExpertsSaved:
     """What a mixture keeps behind the norm."""
 
-    scores: Tensor
+    routing: tuple[Tensor, ...]
+    """Scores of the router, and what reordering by them keeps."""
     expert_input: Tensor
     fc1_output: Tensor
     activated: _Activated | None
     """None where the activation is recomputed (``moe_act``)."""
     shared: MlpSaved | None
-
-
-def _moe(context: LoweringContext) -> MixtureOfExperts:
-    moe = context.model.moe
-    assert moe is not None, "only called for layers with experts"
-    return moe
 
 
 def _dispatcher(context: LoweringContext) -> Dispatcher:
@@ -75,7 +61,7 @@ def _dispatcher(context: LoweringContext) -> Dispatcher:
 
 def _widths(context: LoweringContext) -> tuple[int, int]:
     """Outputs of the first and inputs of the second linear of an expert on this rank."""
-    width = _moe(context).expert_ffn_size // context.parallel.etp
+    width = context.experts.expert_ffn_size // context.parallel.etp
     return width * (2 if context.model.gated else 1), width
 
 
@@ -83,10 +69,10 @@ def experts_forward(
     builder: ProgramBuilder, context: LoweringContext, layer: int, normalized: Tensor, *, keep_input: bool
 ) -> tuple[ExpertsSaved, Tensor]:
     """Emit a mixture; returns what it keeps, and its output, which the caller releases."""
-    moe, sizes = _moe(context), RoutedSizes.of(context)
+    moe, sizes, dispatcher = context.experts, RoutedSizes.of(context), _dispatcher(context)
     modules = context.training.recompute.modules
     keep = builder.keep_activations
-    scores = _router_forward(builder, context, layer, sizes)
+    routing = [router_forward(builder, context, layer, sizes)]
     shared_saved: MlpSaved | None = None
     shared_output: Tensor | None = None
     if moe.shared_ffn_size:
@@ -95,13 +81,17 @@ def experts_forward(
             builder, context, layer, normalized, keep_copy=keep_input
         )
         builder.keep_activations = keep
-    expert_input = _dispatcher(context).dispatch(builder, context, sizes, "dispatch")
+    expert_input = dispatcher.dispatch(builder, context, sizes, "dispatch")
+    kept = kept_bytes(context, dispatcher.permutation(context, sizes))
+    if kept:
+        routing.append(builder.activation("permutation", kept, builder.last_row))
     if not keep_input:
         builder.release(normalized, builder.last_row)
     builder.promote(expert_input, "expert_input")
     saved_inner, output = _expert_linears_forward(builder, context, layer, sizes, expert_input)
-    combined = _dispatcher(context).combine(builder, context, sizes, output, "combine")
-    builder.forget_unless_kept(scores, builder.last_row)
+    combined = dispatcher.combine(builder, context, sizes, output, "combine")
+    for tensor in routing:
+        builder.forget_unless_kept(tensor, builder.last_row)
     if shared_output is not None:
         size = context.hidden_bytes
         row = builder.memory_bound(
@@ -109,51 +99,7 @@ def experts_forward(
         )
         builder.release(shared_output, row)
     fc1_output, activated = saved_inner
-    return ExpertsSaved(scores, expert_input, fc1_output, activated, shared_saved), combined
-
-
-def _router_forward(
-    builder: ProgramBuilder, context: LoweringContext, layer: int, sizes: RoutedSizes
-) -> Tensor:
-    """Scores, choice of experts and routing map."""
-    moe = _moe(context)
-    dtype = DType.FP32 if moe.router_fp32 else context.dtype
-    shape = GemmShape(sizes.tokens, moe.experts, context.model.hidden_size, "TN", dtype=dtype, output=dtype)
-    row = builder.gemm("router", shape)
-    builder.parameter_rows.setdefault(context.module(layer, "mlp.router"), row)
-    logits = 4.0 * sizes.tokens * moe.experts
-    row = builder.memory_bound(
-        "router_scores",
-        OpKind.ROUTER,
-        read=logits,
-        written=logits,
-        access="reduction",
-        passes=_GROUPED_SCORE_KERNELS if moe.routing_groups > 1 else 1,
-        dtype=DType.FP32,
-    )
-    # fp32 scores and the routing map with its indices: 8 bytes for each pair of token and expert.
-    scores = builder.activation("router_scores", 2 * logits, row)
-    selections = 2 if moe.routing_groups > 1 else 1
-    builder.memory_bound(
-        "router_top_k",
-        OpKind.ROUTER,
-        read=selections * _SELECT_PASSES * logits,
-        written=logits / 4,
-        access="reduction",
-        passes=_GROUPED_TOP_K_KERNELS if moe.routing_groups > 1 else 2,
-        dtype=DType.FP32,
-    )
-    if moe.aux_loss:
-        builder.memory_bound(
-            "router_aux_loss",
-            OpKind.ROUTER,
-            read=logits,
-            written=4.0 * moe.experts,
-            access="reduction",
-            passes=2,
-            dtype=DType.FP32,
-        )
-    return scores
+    return ExpertsSaved(tuple(routing), expert_input, fc1_output, activated, shared_saved), combined
 
 
 def _shared_forward(
@@ -162,7 +108,7 @@ def _shared_forward(
     module, builder.module = builder.module, "mlp.shared_experts"
     mlp = Mlp.shared(context, layer)
     saved, output = mlp_forward(builder, context, mlp, normalized, keep_input=True, keep_copy=keep_copy)
-    if _moe(context).shared_gate:
+    if context.experts.shared_gate:
         row = builder.memory_bound(
             "shared_expert_gate",
             OpKind.ELEMENTWISE,
@@ -339,17 +285,20 @@ def experts_backward(
     owned: bool,
 ) -> Tensor:
     """Emit the backward pass of a mixture; returns the gradient of the norm's output."""
-    moe, sizes = _moe(context), RoutedSizes.of(context)
+    moe, sizes, dispatcher = context.experts, RoutedSizes.of(context), _dispatcher(context)
     d_shared: Tensor | None = None
     if moe.shared_ffn_size:
         d_shared = _shared_backward(builder, context, layer, saved, normalized, d_output)
     # Backward of combine is a dispatch of the gradients, backward of dispatch a combine.
-    d_fc2_output = _dispatcher(context).dispatch(builder, context, sizes, "combine_backward")
+    d_fc2_output = dispatcher.dispatch(builder, context, sizes, "combine_backward")
     if owned:
         builder.release(d_output, builder.last_row)
     d_input = _expert_linears_backward(builder, context, layer, sizes, saved, d_fc2_output)
-    gradient = _dispatcher(context).combine(builder, context, sizes, d_input, "dispatch_backward")
-    _router_backward(builder, context, layer, sizes, saved, normalized)
+    gradient = dispatcher.combine(builder, context, sizes, d_input, "dispatch_backward")
+    scores, *permutation = saved.routing
+    for tensor in permutation:
+        builder.release(tensor, builder.last_row)
+    router_backward(builder, context, layer, sizes, scores, normalized)
     size = context.hidden_bytes
     branches = 2 if d_shared is None else 3
     row = builder.memory_bound(
@@ -379,7 +328,7 @@ def _shared_backward(
     if "shared_experts" in context.training.recompute.modules:
         kept = recompute_mlp(builder, context, mlp, normalized)
     assert kept is not None
-    if _moe(context).shared_gate:
+    if context.experts.shared_gate:
         row = builder.memory_bound(
             "shared_expert_gate_backward",
             OpKind.ELEMENTWISE,
@@ -452,41 +401,3 @@ def _score_product_backward(
     builder.release(unscaled, row)
     builder.release(gradient, row)
     return builder.temporary("expert_activation_gradient", size, row)
-
-
-def _router_backward(
-    builder: ProgramBuilder,
-    context: LoweringContext,
-    layer: int,
-    sizes: RoutedSizes,
-    saved: ExpertsSaved,
-    normalized: Tensor,
-) -> None:
-    moe, hidden = _moe(context), context.model.hidden_size
-    dtype = DType.FP32 if moe.router_fp32 else context.dtype
-    logits = 4.0 * sizes.tokens * moe.experts
-    row = builder.memory_bound(
-        "router_backward",
-        OpKind.ROUTER,
-        read=2 * logits,
-        written=logits,
-        access="reduction",
-        passes=_GROUPED_BACKWARD_KERNELS if moe.routing_groups > 1 else 2,
-        dtype=DType.FP32,
-    )
-    builder.release(saved.scores, row)
-    d_logits = builder.temporary("router_logit_gradient", logits, row)
-    builder.gemm(
-        "router_dgrad", GemmShape(sizes.tokens, hidden, moe.experts, "NN", dtype=dtype, output=dtype)
-    )
-    parameter = context.module(layer, "mlp.router")
-    router = Linear("router", parameter, hidden, moe.experts, sizes.tokens, quantized=False)
-    shape = replace(weight_gradient_shape(context, router), dtype=dtype)
-    reads = (d_logits, normalized)
-    gemm = DeferredGemm(
-        "router_wgrad", shape, parameter, layer, builder.module, reads, 0.0, accumulated_type(context)
-    )
-    if builder.deferred is not None:
-        builder.defer(gemm)
-    else:
-        run_weight_gradient(builder, gemm, (d_logits,))

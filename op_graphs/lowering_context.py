@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .imbalance import BALANCED, RankLoad
-from .model import ModelDescription
+from .model import MixtureOfExperts, ModelDescription
 from .plan import LibraryPlan, OverlapPlan, ParallelPlan, TrainingPlan
 from .precision import PrecisionRecipe
 from .program import GraphNames
@@ -38,6 +38,12 @@ class LoweringContext:
     """Layers of the model chunk that is lowered."""
     backward_at_once: bool = False
     """Whether each backward pass of this chunk comes right behind its forward pass."""
+
+    @property
+    def experts(self) -> MixtureOfExperts:
+        """The mixture of a model that has one."""
+        assert self.model.moe is not None, "only called for layers with experts"
+        return self.model.moe
 
     @property
     def tp(self) -> int:

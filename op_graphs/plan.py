@@ -76,13 +76,16 @@ or Transformer Engine's, which works in place on the logits."""
 
 @dataclass(frozen=True)
 class LibraryPlan:
-    """Which libraries run a step, where it decides what they allocate for themselves."""
+    """Which libraries run a step, where it decides which kernels run or what they allocate for themselves."""
 
     transformer_engine: bool = True
     """Whether linears are Transformer Engine's; else Megatron-Core's own on cuBLAS (``--transformer-impl local``)."""
     grouped_gemm: bool = True
     """Whether the linears of experts run as one grouped GEMM on streams with workspaces of their own
     (``--moe-grouped-gemm``); without, only the workspaces are left out."""
+    permute_fusion: bool = True
+    """Whether tokens are brought into the order of their experts by one kernel of Transformer Engine
+    (``--moe-permute-fusion``); else by PyTorch's, see ``op_graphs.dispatchers.permutation``."""
     deterministic: bool = False
     """Whether only kernels with reproducible results may run (``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``), which on
     Blackwell leaves FlashAttention 2 in place of cuDNN's attention; its time is not told apart."""

@@ -77,6 +77,9 @@ def test_what_megatron_trains_where_nothing_else_is_said():
 @pytest.mark.parametrize(
     ("changes", "read", "expected"),
     [
+        (EXPERTS, lambda s: s.libraries.permute_fusion, False),
+        ({**EXPERTS, "moe-permute-fusion": True}, lambda s: s.libraries.permute_fusion, True),
+        ({**EXPERTS, "moe-permute-fusion": False}, lambda s: s.libraries.permute_fusion, False),
         ({"swiglu": True}, lambda s: (s.model.activation, s.model.ffn_size), ("swiglu", 1344)),
         ({"squared-relu": True}, lambda s: s.model.activation, "squared_relu"),
         ({"group-query-attention": True, "num-query-groups": 2}, lambda s: s.model.kv_heads, 2),

@@ -19,7 +19,7 @@ from tracesim.scenario import Scenario, load_scenario, scenario_to_mapping
 from tracesim.simulation import simulate
 
 few = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-PROBLEM = re.compile(r"^(parallel|training|schedule|overlap|model|hardware)[\w.]*: ")
+PROBLEM = re.compile(r"^(parallel|training|schedule|overlap|libraries|model|hardware)[\w.]*: ")
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

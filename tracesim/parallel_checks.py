@@ -10,7 +10,7 @@ import math
 
 from op_graphs.context_parallel.switched import a2a_degree
 from op_graphs.model import ModelDescription
-from op_graphs.plan import ParallelPlan, TrainingPlan
+from op_graphs.plan import LibraryPlan, ParallelPlan, TrainingPlan
 
 from .scenario_fields import Problems
 
@@ -56,6 +56,13 @@ def check_experts(model: ModelDescription, parallel: ParallelPlan, problems: Pro
             f"experts with tp = {parallel.tp} need sequence parallelism, or every rank would route the same tokens; "
             "set sp: true",
         )
+
+
+def check_permutation(model: ModelDescription, libraries: LibraryPlan, problems: Problems) -> None:
+    """Note a choice of kernels for tokens of experts where there are none."""
+    path = "libraries.permute_fusion"
+    if model.moe is None and not libraries.permute_fusion and problems.sound(path):
+        problems.add(path, False, f"changes nothing: {model.name} has no experts; leave it out")
 
 
 def _check_expert_order(parallel: ParallelPlan, problems: Problems) -> None:

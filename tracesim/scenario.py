@@ -167,13 +167,14 @@ def _build(raw: Mapping[str, Any], folder: Path, stem: str | None, problems: Pro
         overlap=OverlapPlan(**sections["overlap"]),
         dtype=dtype,
         fp8_scaling=sections["training"]["fp8_scaling"],
+        libraries=LibraryPlan(**sections["libraries"]),
     )
     check_combinations(draft, problems)
     name = _name(raw.get("name"), stem, draft, problems)
     if model is None or hardware is None:
         return None
-    libraries = LibraryPlan(**sections["libraries"])
-    return Scenario(name, model, hardware, parallel, draft.training, draft.schedule, draft.overlap, libraries)
+    plans = draft.training, draft.schedule, draft.overlap, draft.libraries
+    return Scenario(name, model, hardware, parallel, *plans)
 
 
 def _training(

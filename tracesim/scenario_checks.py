@@ -7,13 +7,13 @@ The rules on degrees, layers and batches are those Megatron-LM enforces when it 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hardware_profiles.profile import HardwareProfile
 from op_graphs.model import ModelDescription
 from op_graphs.overlap.registry import OVERLAP_POINTS
 from op_graphs.parameters import tensor_parallel_problem
-from op_graphs.plan import OverlapPlan, ParallelPlan, TrainingPlan
+from op_graphs.plan import LibraryPlan, OverlapPlan, ParallelPlan, TrainingPlan
 from op_graphs.stage_layout import layers_per_stage
 from schedules.actions import ScheduleError
 from schedules.registry import build_schedule
@@ -21,7 +21,13 @@ from schedules.registry import build_schedule
 from .cost.attention import kernel_ratio
 from .imbalance_fields import check_imbalance
 from .offload_fields import check_offload
-from .parallel_checks import check_context_parallel, check_experts, check_recompute, check_sharding
+from .parallel_checks import (
+    check_context_parallel,
+    check_experts,
+    check_permutation,
+    check_recompute,
+    check_sharding,
+)
 from .precision_fields import check_precision
 from .scenario_fields import Problems, show_value
 from .vision_fields import check_vision
@@ -49,6 +55,7 @@ class Draft:
     overlap: OverlapPlan
     dtype: str
     fp8_scaling: str
+    libraries: LibraryPlan = field(default_factory=LibraryPlan)
 
 
 def check_combinations(draft: Draft, problems: Problems) -> None:
@@ -59,6 +66,7 @@ def check_combinations(draft: Draft, problems: Problems) -> None:
         _check_positions(draft.model, draft, problems)
         _check_prediction_heads(draft.model, problems)
         check_experts(draft.model, draft.parallel, problems)
+        check_permutation(draft.model, draft.libraries, problems)
         check_context_parallel(draft.model, draft.parallel, draft.training, problems)
         check_recompute(draft.model, draft.training, problems)
         check_imbalance(draft.model, draft.training, problems)

@@ -186,6 +186,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
     "libraries": {
         "transformer_engine": _flag(_LIBRARIES.transformer_engine),
         "grouped_gemm": _flag(_LIBRARIES.grouped_gemm),
+        "permute_fusion": _flag(_LIBRARIES.permute_fusion),
         "deterministic": _flag(_LIBRARIES.deterministic),
         "cublas_workspace_kib": _optional_count(1 << 24),
     },

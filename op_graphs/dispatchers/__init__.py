@@ -10,9 +10,10 @@ from __future__ import annotations
 from .allgather import AllGather
 from .alltoall import AllToAll
 from .deepep import DeepEP
+from .permutation import Permutation, kept_bytes
 from .routing import Dispatcher, RoutedSizes
 
-__all__ = ["DISPATCHERS", "Dispatcher", "RoutedSizes"]
+__all__ = ["DISPATCHERS", "Dispatcher", "Permutation", "RoutedSizes", "kept_bytes"]
 
 DISPATCHERS: dict[str, Dispatcher] = {
     "alltoall": AllToAll(),

@@ -8,7 +8,8 @@ from __future__ import annotations
 from ..lowering_context import LoweringContext
 from ..program import ProgramBuilder, Tensor
 from ..vocabulary import Communication, Dimension
-from .routing import RoutedSizes, exchange, permute, replaced
+from .permutation import Permutation, add_copies, gather_copies
+from .routing import RoutedSizes, exchange, replaced
 
 
 class AllGather:
@@ -20,7 +21,6 @@ class AllGather:
         """Gather all tokens, then pick those of the local experts."""
         hidden = context.model.hidden_size
         gathered_bytes = context.item * sizes.tokens * hidden * context.parallel.ep * context.parallel.etp
-        arrived = context.item * sizes.copies * hidden
         gathered: Tensor | None = None
         if context.parallel.ep * context.parallel.etp > 1:
             row = exchange(
@@ -32,8 +32,8 @@ class AllGather:
                 Dimension.EP if context.parallel.etp == 1 else Dimension.ETP_EP,
             )
             gathered = builder.temporary("gathered_tokens", gathered_bytes, row)
-        row = permute(builder, context, f"{name}_permute", arrived, arrived)
-        return replaced(builder, gathered, "expert_input", arrived, row)
+        permutation = self.permutation(context, sizes)
+        return gather_copies(builder, context, permutation, f"{name}_permute", "expert_input", gathered)
 
     def combine(
         self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, source: Tensor, name: str
@@ -41,10 +41,8 @@ class AllGather:
         """Spread the outputs over all tokens, then reduce-scatter."""
         hidden = context.model.hidden_size
         gathered_bytes = context.item * sizes.tokens * hidden * context.parallel.ep * context.parallel.etp
-        row = permute(
-            builder, context, f"{name}_unpermute", context.item * sizes.copies * hidden, gathered_bytes
-        )
-        current = replaced(builder, source, "unpermuted_tokens", gathered_bytes, row)
+        permutation = self.permutation(context, sizes)
+        current = add_copies(builder, context, permutation, f"{name}_unpermute", "unpermuted_tokens", source)
         if context.parallel.ep * context.parallel.etp == 1:
             return current
         row = exchange(
@@ -56,3 +54,9 @@ class AllGather:
             Dimension.EP if context.parallel.etp == 1 else Dimension.ETP_EP,
         )
         return replaced(builder, current, "expert_output", context.item * sizes.tokens * hidden, row)
+
+    def permutation(self, context: LoweringContext, sizes: RoutedSizes) -> Permutation:
+        """Tokens of the whole group to those of the local experts."""
+        width = context.item * context.model.hidden_size
+        tokens = sizes.tokens * context.parallel.ep * context.parallel.etp
+        return Permutation(tokens, sizes.copies, sizes.local_experts, width)

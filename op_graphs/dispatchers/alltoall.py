@@ -9,6 +9,7 @@ from __future__ import annotations
 from ..lowering_context import LoweringContext
 from ..program import ProgramBuilder, Tensor
 from ..vocabulary import Communication, Dimension
+from .permutation import Permutation, add_copies, gather_copies
 from .routing import RoutedSizes, exchange, permute, replaced
 
 
@@ -23,8 +24,9 @@ class AllToAll:
         sent = context.item * sizes.sent_copies / context.parallel.etp * hidden
         load, most = context.load.copies, context.load.most_copies
         arrived = context.item * sizes.copies * hidden
-        row = permute(builder, context, f"{name}_permute", context.item * sizes.tokens * hidden, sent)
-        current = builder.temporary("permuted_tokens", sent, row)
+        current = gather_copies(
+            builder, context, self.permutation(context, sizes), f"{name}_permute", "permuted_tokens"
+        )
         if context.parallel.ep > 1:
             row = exchange(
                 builder, context, f"{name}_all_to_all", Communication.ALL_TO_ALL, sent * most, Dimension.EP
@@ -67,6 +69,11 @@ class AllToAll:
                 builder, context, f"{name}_all_to_all", Communication.ALL_TO_ALL, sent * most, Dimension.EP
             )
             current = replaced(builder, current, "combined_tokens", sent, row)
-        result = context.item * sizes.tokens * hidden
-        row = permute(builder, context, f"{name}_unpermute", sent, result)
-        return replaced(builder, current, "expert_output", result, row)
+        permutation = self.permutation(context, sizes)
+        return add_copies(builder, context, permutation, f"{name}_unpermute", "expert_output", current)
+
+    def permutation(self, context: LoweringContext, sizes: RoutedSizes) -> Permutation:
+        """Tokens of the rank to what it sends."""
+        width = context.item * context.model.hidden_size
+        copies = sizes.sent_copies / context.parallel.etp
+        return Permutation(sizes.tokens, copies, context.experts.experts, width)

@@ -14,7 +14,8 @@ from ..lowering_context import LoweringContext
 from ..program import ProgramBuilder, Tensor
 from ..vocabulary import Communication, Dimension
 from .alltoall import AllToAll
-from .routing import RoutedSizes, exchange, permute, replaced
+from .permutation import Permutation, add_copies, gather_copies, make_map
+from .routing import RoutedSizes, exchange, replaced
 
 
 class DeepEP(AllToAll):
@@ -40,9 +41,9 @@ class DeepEP(AllToAll):
         row = self._send(builder, context, sizes, f"{name}_all_to_all", item)
         unique = item * self._unique(context, sizes) * hidden
         current = replaced(builder, quantized, "dispatched_tokens", unique * context.load.unique, row)
-        local = item * sizes.copies / context.parallel.etp * hidden
-        row = permute(builder, context, f"{name}_permute", unique * context.load.unique, local)
-        current = replaced(builder, current, "expert_input", local, row)
+        permutation = replace(self.permutation(context, sizes), row_bytes=item * hidden)
+        make_map(builder, context, permutation, context.experts.top_k, name)
+        current = gather_copies(builder, context, permutation, f"{name}_permute", "expert_input", current)
         if context.parallel.etp > 1:
             arrived = item * sizes.copies * hidden
             row = exchange(
@@ -70,34 +71,41 @@ class DeepEP(AllToAll):
                 Dimension.ETP,
             )
             current = replaced(builder, current, "reduced_tokens", arrived / etp, row)
-        unique = item * self._unique(context, sizes) * hidden * context.load.unique
-        row = permute(builder, context, f"{name}_unpermute", arrived / etp, unique)
-        current = replaced(builder, current, "unpermuted_tokens", unique, row)
+        permutation = self.permutation(context, sizes)
+        current = add_copies(builder, context, permutation, f"{name}_unpermute", "unpermuted_tokens", current)
         row = self._send(builder, context, sizes, f"{name}_all_to_all", item)
         return replaced(builder, current, "expert_output", item * sizes.tokens * hidden, row)
+
+    def permutation(self, context: LoweringContext, sizes: RoutedSizes) -> Permutation:
+        """Tokens that arrived, each once, to those of the local experts."""
+        if context.parallel.ep == 1:
+            return super().permutation(context, sizes)
+        unique = self._unique(context, sizes) * context.load.unique
+        copies = sizes.copies / context.parallel.etp
+        return Permutation(unique, copies, sizes.local_experts, context.item * context.model.hidden_size)
 
     def _unique(self, context: LoweringContext, sizes: RoutedSizes) -> float:
         """Tokens that a rank sends, each once for every rank with any of its experts."""
         ep = context.parallel.ep
-        return sizes.sent_copies / context.parallel.etp * ep * _routes(context).chance(ep) / _top_k(context)
+        return (
+            sizes.sent_copies
+            / context.parallel.etp
+            * ep
+            * _routes(context).chance(ep)
+            / context.experts.top_k
+        )
 
     def _send(
         self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, name: str, item: float
     ) -> int:
         width, most = item * context.model.hidden_size, context.load.most_unique
-        tokens = sizes.sent_copies / context.parallel.etp / _top_k(context)
+        tokens = sizes.sent_copies / context.parallel.etp / context.experts.top_k
         shape = replace(_routes(context), token_bytes=width * tokens, most=most)
         message = width * self._unique(context, sizes) * most
         return exchange(builder, context, name, Communication.ALL_TO_ALL, message, Dimension.EP, shape)
 
 
-def _top_k(context: LoweringContext) -> int:
-    assert context.model.moe is not None
-    return context.model.moe.top_k
-
-
 def _routes(context: LoweringContext) -> ExchangeShape:
     """How tokens choose among the experts."""
-    moe = context.model.moe
-    assert moe is not None
+    moe = context.experts
     return ExchangeShape(0.0, moe.top_k, moe.routing_groups, moe.top_groups)

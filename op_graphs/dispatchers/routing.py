@@ -9,6 +9,7 @@ from ..graph import ExchangeShape
 from ..lowering_context import LoweringContext
 from ..program import ProgramBuilder, Tensor
 from ..vocabulary import Communication, Dimension, OpKind
+from .permutation import Permutation
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class Dispatcher(Protocol):
         self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, source: Tensor, name: str
     ) -> Tensor:
         """Bring expert outputs back and add them up for each token; releases ``source``."""
+        ...
+
+    def permutation(self, context: LoweringContext, sizes: RoutedSizes) -> Permutation:
+        """How tokens are copied for their experts, on the rank that does it."""
         ...
 
 

@@ -141,7 +141,7 @@ def _add_experts(arguments: Arguments, model: dict[str, Any], *, biased: bool) -
         # Grouped GEMMs of Megatron-Core take no bias.
         "expert_bias": biased and not grouped,
     }
-    for name in ("moe-permute-fusion", "moe-router-fusion", "moe-shared-expert-overlap"):
+    for name in ("moe-router-fusion", "moe-shared-expert-overlap"):
         arguments.get(name)
     _add_layer_frequency(arguments, model)
 

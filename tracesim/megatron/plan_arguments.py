@@ -271,6 +271,7 @@ def libraries_mapping(arguments: Arguments, environment: Mapping[str, Any]) -> d
     found: dict[str, Any] = {"transformer_engine": uses_transformer_engine(arguments)}
     if arguments.given("num-experts"):
         found["grouped_gemm"] = arguments.flag("moe-grouped-gemm")
+        found["permute_fusion"] = arguments.flag("moe-permute-fusion")
     allowed = str(environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1"))
     found["deterministic"] = arguments.flag("deterministic-mode") or allowed == "0"
     config = environment.get("CUBLAS_WORKSPACE_CONFIG")

@@ -1,0 +1,107 @@
+"""Lowering of the router of a mixture of experts: scores, choice of experts, and their backward pass.
+
+Megatron-Core ``transformer/moe/router.py``: scores are computed by a GEMM (in fp32 where the model asks), chosen and
+normalised by memory-bound kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .dispatchers import RoutedSizes
+from .graph import GemmShape
+from .linear import Linear, accumulated_type, weight_gradient_shape
+from .lower_linear import run_weight_gradient
+from .lowering_context import LoweringContext
+from .program import DeferredGemm, ProgramBuilder, Tensor
+from .vocabulary import DType, OpKind
+
+_SELECT_PASSES = 18
+"""Times that a radix select reads its row: once for each two bits of an fp32 key, and twice to gather what it found
+(PyTorch ``TensorTopK.cu``, ``sbtopk``)."""
+_GROUPED_SCORE_KERNELS, _GROUPED_TOP_K_KERNELS, _GROUPED_BACKWARD_KERNELS = 12, 18, 25
+"""Kernels of routing limited to groups, counted in a public trace of DeepSeek-V3: scores up to the mask of the groups,
+both selections with what gathers and normalises their results, and the backward pass."""
+
+
+def router_forward(
+    builder: ProgramBuilder, context: LoweringContext, layer: int, sizes: RoutedSizes
+) -> Tensor:
+    """Scores, choice of experts and routing map."""
+    moe = context.experts
+    dtype = DType.FP32 if moe.router_fp32 else context.dtype
+    shape = GemmShape(sizes.tokens, moe.experts, context.model.hidden_size, "TN", dtype=dtype, output=dtype)
+    row = builder.gemm("router", shape)
+    builder.parameter_rows.setdefault(context.module(layer, "mlp.router"), row)
+    logits = 4.0 * sizes.tokens * moe.experts
+    row = builder.memory_bound(
+        "router_scores",
+        OpKind.ROUTER,
+        read=logits,
+        written=logits,
+        access="reduction",
+        passes=_GROUPED_SCORE_KERNELS if moe.routing_groups > 1 else 1,
+        dtype=DType.FP32,
+    )
+    # fp32 scores and the routing map with its indices: 8 bytes for each pair of token and expert.
+    scores = builder.activation("router_scores", 2 * logits, row)
+    selections = 2 if moe.routing_groups > 1 else 1
+    builder.memory_bound(
+        "router_top_k",
+        OpKind.ROUTER,
+        read=selections * _SELECT_PASSES * logits,
+        written=logits / 4,
+        access="reduction",
+        passes=_GROUPED_TOP_K_KERNELS if moe.routing_groups > 1 else 2,
+        dtype=DType.FP32,
+    )
+    if moe.aux_loss:
+        builder.memory_bound(
+            "router_aux_loss",
+            OpKind.ROUTER,
+            read=logits,
+            written=4.0 * moe.experts,
+            access="reduction",
+            passes=2,
+            dtype=DType.FP32,
+        )
+    return scores
+
+
+def router_backward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    layer: int,
+    sizes: RoutedSizes,
+    scores: Tensor,
+    normalized: Tensor,
+) -> None:
+    """Backward of choice and scores; releases ``scores``, reads the router's input ``normalized``."""
+    moe, hidden = context.experts, context.model.hidden_size
+    dtype = DType.FP32 if moe.router_fp32 else context.dtype
+    logits = 4.0 * sizes.tokens * moe.experts
+    row = builder.memory_bound(
+        "router_backward",
+        OpKind.ROUTER,
+        read=2 * logits,
+        written=logits,
+        access="reduction",
+        passes=_GROUPED_BACKWARD_KERNELS if moe.routing_groups > 1 else 2,
+        dtype=DType.FP32,
+    )
+    builder.release(scores, row)
+    d_logits = builder.temporary("router_logit_gradient", logits, row)
+    builder.gemm(
+        "router_dgrad", GemmShape(sizes.tokens, hidden, moe.experts, "NN", dtype=dtype, output=dtype)
+    )
+    parameter = context.module(layer, "mlp.router")
+    router = Linear("router", parameter, hidden, moe.experts, sizes.tokens, quantized=False)
+    shape = replace(weight_gradient_shape(context, router), dtype=dtype)
+    reads = (d_logits, normalized)
+    gemm = DeferredGemm(
+        "router_wgrad", shape, parameter, layer, builder.module, reads, 0.0, accumulated_type(context)
+    )
+    if builder.deferred is not None:
+        builder.defer(gemm)
+    else:
+        run_weight_gradient(builder, gemm, (d_logits,))
