@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .parameters import ParameterTensor
+from .parameters import ParameterTensor, elements_of
 from .plan import ParallelPlan
 from .precision import quantized_elements
 from .vocabulary import Dimension
@@ -33,6 +33,19 @@ class Bucket:
     """Elements of weights that a low-precision recipe quantises."""
     unit: str = ""
     """Layer number, ``embedding`` or ``head``, where a bucket is one unit of a sharded model."""
+    frozen_elements: int = 0
+    """Elements without a gradient, which are gathered but never reduced."""
+    frozen_modules: tuple[str, ...] = ()
+
+    @property
+    def trained_elements(self) -> int:
+        """Elements whose gradients are reduced."""
+        return self.elements - self.frozen_elements
+
+    @property
+    def trained_modules(self) -> tuple[str, ...]:
+        """Modules whose gradients are reduced."""
+        return tuple(module for module in self.modules if module not in self.frozen_modules)
 
 
 def parameter_module(tensor: ParameterTensor) -> str:
@@ -81,13 +94,23 @@ def form_units(tensors: Sequence[ParameterTensor]) -> tuple[Bucket, ...]:
     elements: dict[tuple[str, Dimension], int] = {}
     quantized: dict[tuple[str, Dimension], int] = {}
     modules: dict[tuple[str, Dimension], dict[str, None]] = {}
+    frozen: dict[tuple[str, Dimension], list[ParameterTensor]] = {}
     for tensor in reversed(tensors):
         key = (unit_of(tensor), Dimension.EDP if tensor.is_expert else Dimension.DP)
         elements[key] = elements.get(key, 0) + tensor.elements
         quantized[key] = quantized.get(key, 0) + quantized_elements([tensor])
         modules.setdefault(key, {})[parameter_module(tensor)] = None
+        frozen.setdefault(key, []).extend([tensor] if tensor.frozen else [])
     return tuple(
-        Bucket(dimension, count, tuple(modules[unit, dimension]), quantized[unit, dimension], unit)
+        Bucket(
+            dimension,
+            count,
+            tuple(modules[unit, dimension]),
+            quantized[unit, dimension],
+            unit,
+            elements_of(frozen[unit, dimension]),
+            tuple(dict.fromkeys(map(parameter_module, frozen[unit, dimension]))),
+        )
         for (unit, dimension), count in elements.items()
     )
 

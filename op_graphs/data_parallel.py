@@ -14,12 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
+from .adapters import trained
 from .buckets import Bucket, form_buckets, form_units
 from .lowering_context import LoweringContext
 from .offload_optimizer import split_shard
 from .optimizers import OPTIMIZERS, OptimizerShard
 from .optimizers.shard import Part
-from .parameters import ParameterTensor
+from .parameters import ParameterTensor, elements_of
 from .plan import OptimizerDTypes
 from .precision import quantized_elements
 from .program import ProgramBuilder
@@ -59,7 +60,11 @@ class DataParallelism:
 
     def buckets(self, tensors: list[ParameterTensor], *, split: bool) -> tuple[Bucket, ...]:
         """What is communicated together: layers where units are sharded, else Megatron's buckets."""
-        if self.zero >= 2:
+        if self.zero == 3:
+            return form_units(tensors)
+        # Frozen weights are whole on every rank, and in no buffer.
+        tensors = trained(tensors)
+        if self.zero == 2:
             return form_units(tensors)
         return form_buckets(tensors, self.context.parallel, split=split)
 
@@ -94,7 +99,7 @@ class DataParallelism:
     def persistent_bytes(self, tensors: list[ParameterTensor]) -> dict[MemoryCategory, int]:
         """Bytes a rank holds from start to end of the job for its parameters."""
         context = self.context
-        whole = sum(tensor.elements for tensor in tensors)
+        whole, learned = elements_of(tensors), elements_of(trained(tensors))
         sharded = self.sharded_elements(tensors)
         updated = split_shard(self.optimizer_shard(tensors)).device
         states = OPTIMIZERS[context.training.optimizer].state_bytes(updated)
@@ -102,13 +107,15 @@ class DataParallelism:
         if self.zero == 3:
             # The sharded parameter is the fp32 master; computing copies are gathered in the training dtype.
             gathered = 0 if self.gathers_by_unit else context.item * whole
-            gradients = 4 * sharded + (0 if self.reduces_every_microbatch else context.item * whole)
+            gradients = 4 * sharded + (0 if self.reduces_every_microbatch else context.item * learned)
+            # Frozen weights have no fp32 master: they are loaded, and stay, in the training dtype.
+            frozen = context.item * self._frozen_shard(tensors)
             return {
-                MemoryCategory.WEIGHTS: round(4 * sharded + gathered),
+                MemoryCategory.WEIGHTS: round(4 * sharded + frozen + gathered),
                 MemoryCategory.GRADIENTS: round(gradients),
                 MemoryCategory.OPTIMIZER_STATES: round(states),
             }
-        gradient_elements = sharded if self.zero == 2 else whole
+        gradient_elements = sharded if self.zero == 2 else learned
         return {
             MemoryCategory.WEIGHTS: round(context.item * (whole - self._replaced_elements(tensors))),
             MemoryCategory.GRADIENTS: round(context.gradient_dtype.itemsize * gradient_elements),
@@ -124,7 +131,10 @@ class DataParallelism:
         ``distributed/param_and_grad_buffer.py``). Everything else is a tensor for each parameter, or for the part of it
         that lies in this rank's shard of the buffer; states are so many tensors as they have times four bytes.
         """
-        whole_buffer = self.zero == 1 if category is MemoryCategory.WEIGHTS else self.zero <= 1
+        frozen = any(tensor.frozen for tensor in tensors)
+        whole_buffer = self.zero <= 1
+        if category is MemoryCategory.WEIGHTS:
+            whole_buffer = self.zero == 1 and not frozen
         if category is not MemoryCategory.OPTIMIZER_STATES and whole_buffer:
             return [total]
         sizes = self._sharded_sizes(tensors, category)
@@ -139,6 +149,11 @@ class DataParallelism:
 
     def _sharded_sizes(self, tensors: list[ParameterTensor], category: MemoryCategory) -> list[float]:
         """Elements of each tensor, or of each part of one, that a rank holds of its own."""
+        if category is not MemoryCategory.WEIGHTS:
+            tensors = trained(tensors)
+        elif self.zero == 3:
+            ranks = {dimension: self.shard_size(dimension) for dimension in (Dimension.DP, Dimension.EDP)}
+            return [t.elements / ranks[Dimension.EDP if t.is_expert else Dimension.DP] for t in tensors]
         if self.zero == 0 or (category is MemoryCategory.WEIGHTS and self.zero < 3):
             return [float(tensor.elements) for tensor in tensors]
         if self.zero >= 2:
@@ -155,15 +170,24 @@ class DataParallelism:
                 left -= size
         return sizes
 
+    def _frozen_shard(self, tensors: list[ParameterTensor]) -> float:
+        """Elements of this rank's shard of the frozen weights (ZeRO-3)."""
+        return sum(
+            tensor.elements / self.shard_size(Dimension.EDP if tensor.is_expert else Dimension.DP)
+            for tensor in tensors
+            if tensor.frozen
+        )
+
     def sharded_elements(self, tensors: list[ParameterTensor]) -> float:
-        """Elements of this rank's shard of the parameters."""
+        """Elements of this rank's shard of the trained parameters."""
         return self.optimizer_shard(tensors).elements
 
     def optimizer_shard(self, tensors: list[ParameterTensor]) -> OptimizerShard:
         """What this rank's optimizer updates, and how."""
         ranks = {dimension: self.shard_size(dimension) for dimension in (Dimension.DP, Dimension.EDP)}
         parts = (
-            Part(tensor, ranks[Dimension.EDP if tensor.is_expert else Dimension.DP]) for tensor in tensors
+            Part(tensor, ranks[Dimension.EDP if tensor.is_expert else Dimension.DP])
+            for tensor in trained(tensors)
         )
         dtype = DType.FP32 if self.copies_gradients else self.context.gradient_dtype
         return OptimizerShard(self.context, tuple(parts), dtype, self.shard_group)
@@ -198,8 +222,8 @@ class DataParallelism:
         context = self.context
         layer, module = builder.layer, builder.module
         builder.layer, builder.module = -1, "data_parallel"
-        size = context.gradient_dtype.itemsize * bucket.elements
-        read = size if self.accumulates_main_gradients else context.item * bucket.elements
+        size = context.gradient_dtype.itemsize * bucket.trained_elements
+        read = size if self.accumulates_main_gradients else context.item * bucket.trained_elements
         row = builder.memory_bound(
             "gradient_scale",
             OpKind.ELEMENTWISE,
@@ -274,4 +298,4 @@ class DataParallelism:
 
     def reduces(self, bucket: Bucket) -> bool:
         """Whether the gradients of a bucket have to be reduced at all."""
-        return self.context.parallel.replicas(bucket.dimension) > 1
+        return bucket.trained_elements > 0 and self.context.parallel.replicas(bucket.dimension) > 1

@@ -96,6 +96,8 @@ def embedding_forward(
         dtype=context.dtype,
     )
     mask = builder.activation("embedding_dropout_mask", mask_bytes, row)
+    if context.freezes_weights:
+        builder.discard(mask, row)
     return EmbeddingSaved(mask), builder.activation("hidden_states", output_bytes, row)
 
 
@@ -113,6 +115,9 @@ def embedding_backward(
     """
     builder.layer, builder.module = -1, "embedding"
     model = context.model
+    if context.freezes_weights:
+        builder.release(gradient, builder.last_row)
+        return
     if saved.dropout_mask is not None:
         row = builder.memory_bound(
             "embedding_dropout_backward",
@@ -224,7 +229,11 @@ def final_norm_forward(builder: ProgramBuilder, context: LoweringContext) -> Ten
 def head_forward(builder: ProgramBuilder, context: LoweringContext, hidden: Tensor) -> HeadSaved:
     """Emit final norm, head and loss; returns what they keep."""
     normalized = final_norm_forward(builder, context)
-    return HeadSaved(hidden, normalized, logits_forward(builder, context))
+    logits = logits_forward(builder, context)
+    if context.freezes_weights:
+        # Only the weight gradient of the head reads it again.
+        builder.discard(normalized, builder.parameter_rows[_head_linear(context).parameter])
+    return HeadSaved(hidden, normalized, logits)
 
 
 def logits_forward(builder: ProgramBuilder, context: LoweringContext) -> Tensor:

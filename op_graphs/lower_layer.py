@@ -71,7 +71,7 @@ def layer_forward(
     keep_normalized = builder.keep_activations and not _recomputes_norms(context)
     normalized = _norm(builder, context, "input_layernorm", layer)
     attention = attention_forward(builder, context, layer, normalized, keep_input=keep_normalized)
-    if keep_normalized and _copies_suffice(context, attention):
+    if keep_normalized and not context.freezes_weights and _copies_suffice(context, attention):
         builder.discard(normalized)
     latents = attention.latent.tensors() if attention.latent is not None else []
     offload(builder, context, layer, "qkv_linear", [normalized, *latents])
@@ -98,7 +98,8 @@ def layer_forward(
     normalized = _norm(builder, context, "pre_mlp_layernorm", layer)
     mlp, projected = _mlp_forward(builder, context, layer, normalized, keep_input=keep_normalized)
     # The router reads the norm's output as it is; so does an MLP that runs again.
-    if keep_normalized and context.recipe is not None and isinstance(mlp, MlpSaved):
+    copied = context.recipe is not None and not context.freezes_weights
+    if keep_normalized and copied and isinstance(mlp, MlpSaved):
         builder.discard(normalized)
     mlp_norm = _NormSaved(middle, normalized if keep_normalized else None)
     output, mlp_mask = _bias_dropout_add(builder, context, "mlp_residual", projected)
@@ -316,7 +317,8 @@ def _residual_backward(
         )
         builder.release(mask, row)
         gradient = builder.temporary(f"{name}_gradient", size, row)
-    if context.model.mlp_bias if linear == "fc2" else context.model.attention_output_bias:
+    has_bias = context.model.mlp_bias if linear == "fc2" else context.model.attention_output_bias
+    if has_bias and not context.freezes_weights:
         builder.memory_bound(
             f"{linear}_bias_gradient",
             OpKind.REDUCTION,

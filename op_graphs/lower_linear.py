@@ -13,23 +13,44 @@ Source: Megatron-Core ``tensor_parallel/layers.py``, Transformer Engine ``pytorc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from .linear import (
     Linear as Linear,
 )
 from .linear import (
-    accumulated_type,
-    forward_shape,
-    input_gradient_shape,
     is_quantized_linear,
-    scale_bytes,
-    weight_gradient_shape,
+)
+from .linear_gemms import (
+    forward_gemm as forward_gemm,
+)
+from .linear_gemms import (
+    input_gradient as input_gradient,
+)
+from .linear_gemms import (
+    input_gradient_gemm as input_gradient_gemm,
+)
+from .linear_gemms import (
+    linear_forward as linear_forward,
+)
+from .linear_gemms import (
+    run_deferred as run_deferred,
+)
+from .linear_gemms import (
+    run_weight_gradient as run_weight_gradient,
+)
+from .linear_gemms import (
+    weight_gradient as weight_gradient,
+)
+from .lower_frozen import (
+    frozen_column_backward,
+    frozen_column_forward,
+    frozen_linear_backward,
+    frozen_row_forward,
 )
 from .lower_quantization import (
     gather_gradient,
     gather_quantized,
-    prepare_weight,
     quantize_gradient,
     quantize_input,
     transpose,
@@ -39,8 +60,7 @@ from .lowering_context import LoweringContext
 from .overlap import tensor_collectives
 from .overlap.policy import GemmEmitter, ReducedGemm, TensorPlacement
 from .overlap.registry import TENSOR
-from .program import DeferredGemm, ProgramBuilder, Tensor
-from .vocabulary import OpKind, Phase
+from .program import ProgramBuilder, Tensor
 
 
 def _placement(context: LoweringContext) -> TensorPlacement:
@@ -85,45 +105,6 @@ def layer_linear(context: LoweringContext, layer: int, name: str) -> Linear:
     return Linear(name, context.module(layer, f"self_attention.{path}"), inputs, outputs, context.tokens)
 
 
-def linear_forward(
-    builder: ProgramBuilder,
-    context: LoweringContext,
-    linear: Linear,
-    kept_for: Tensor | None = None,
-    emit: GemmEmitter | None = None,
-) -> int:
-    """The forward GEMM of a linear behind the quantisation of its input; returns its last row.
-
-    ``kept_for`` is the input, where a quantised copy of it is kept for the weight gradient; ``emit`` as in
-    :func:`forward_gemm`.
-    """
-    if not is_quantized_linear(context, linear):
-        return forward_gemm(builder, context, linear, emit)
-    operand = quantize_input(builder, context, linear, float(linear.tokens * linear.inputs), kept_for)
-    row = forward_gemm(builder, context, linear, emit)
-    if operand is not None:
-        builder.release(operand, row)
-    return row
-
-
-def forward_gemm(
-    builder: ProgramBuilder, context: LoweringContext, linear: Linear, emit: GemmEmitter | None = None
-) -> int:
-    """The forward GEMM of a linear on operands that are there, but for its weight; returns its last row.
-
-    ``emit`` adds it, whole or in pieces; by default the builder does.
-    """
-    weight = prepare_weight(builder, context, linear) if is_quantized_linear(context, linear) else None
-    first = len(builder)
-    row = (emit or builder.gemm)(
-        linear.name, forward_shape(context, linear), scale_bytes=scale_bytes(context, linear, "TN")
-    )
-    builder.parameter_rows.setdefault(linear.parameter, first)
-    if weight is not None:
-        builder.release(weight, row)
-    return row
-
-
 def column_parallel_forward(
     builder: ProgramBuilder,
     context: LoweringContext,
@@ -146,6 +127,8 @@ def column_parallel_forward(
             ``source``.
         width: columns that are gathered, if more than the inputs of the linear.
     """
+    if context.freezes_weights:
+        return frozen_column_forward(builder, context, linear, source, keep_input=keep_input, width=width)
     if is_quantized_linear(context, linear):
         return _quantized_column_forward(
             builder, context, linear, source, keep_input=keep_input, keep_copy=keep_copy, width=width
@@ -206,92 +189,6 @@ def _quantized_column_forward(
     return row
 
 
-def input_gradient(
-    builder: ProgramBuilder, context: LoweringContext, linear: Linear, emit: GemmEmitter | None = None
-) -> Tensor:
-    """The GEMM of an input gradient; returns the gradient. ``emit`` as in :func:`forward_gemm`."""
-    row = input_gradient_gemm(builder, context, linear, emit)
-    size = context.item * linear.tokens * linear.inputs
-    return builder.temporary(f"{linear.name}_input_gradient", size, row)
-
-
-def input_gradient_gemm(
-    builder: ProgramBuilder, context: LoweringContext, linear: Linear, emit: GemmEmitter | None = None
-) -> int:
-    """The GEMM of an input gradient on operands that are there, but for its weight; returns its last row."""
-    weight = None
-    if is_quantized_linear(context, linear):
-        weight = prepare_weight(builder, context, linear, backward=True)
-    row = (emit or builder.gemm)(
-        f"{linear.name}_dgrad",
-        input_gradient_shape(context, linear),
-        scale_bytes=scale_bytes(context, linear, "NN"),
-    )
-    if weight is not None:
-        builder.release(weight, row)
-    return row
-
-
-def weight_gradient(
-    builder: ProgramBuilder,
-    context: LoweringContext,
-    linear: Linear,
-    consumed: Sequence[Tensor],
-    borrowed: Sequence[Tensor] = (),
-) -> None:
-    """The GEMM that adds a weight gradient to the main gradient, now or, in a split backward, in its second half.
-
-    It reads ``consumed``, which it releases, and ``borrowed``, which others release when it runs at once.
-    """
-    gemm = DeferredGemm(
-        f"{linear.name}_wgrad",
-        weight_gradient_shape(context, linear),
-        linear.parameter,
-        builder.layer,
-        builder.module,
-        (*consumed, *borrowed),
-        scale_bytes(context, linear, "NT"),
-        accumulated_type(context),
-    )
-    if builder.deferred is not None:
-        builder.defer(gemm)
-    else:
-        run_weight_gradient(builder, gemm, consumed)
-
-
-def run_weight_gradient(builder: ProgramBuilder, gemm: DeferredGemm, consumed: Sequence[Tensor]) -> None:
-    """The GEMM of a weight gradient, which releases ``consumed``, and adding its result to the main gradient.
-
-    Without ``gradient_accumulation_fusion`` the gradient is a tensor of its own in the training dtype, which the hook
-    of Megatron-Core's DistributedDataParallel adds to the main gradient and drops.
-    """
-    row = builder.gemm(gemm.name, gemm.shape, scale_bytes=gemm.scale_bytes, phase=Phase.BACKWARD_WEIGHT)
-    for tensor in consumed:
-        builder.release(tensor, row)
-    if gemm.accumulates_in is not None:
-        elements = float(gemm.shape.m) * gemm.shape.n * gemm.shape.count
-        written, main = gemm.shape.output.itemsize * elements, gemm.accumulates_in.itemsize * elements
-        gradient = builder.temporary("weight_gradient", written, row)
-        row = builder.memory_bound(
-            f"{gemm.name}_accumulate",
-            OpKind.ELEMENTWISE,
-            read=written + main,
-            written=main,
-            dtype=gemm.accumulates_in,
-            phase=Phase.BACKWARD_WEIGHT,
-        )
-        builder.release(gradient, row)
-    builder.gradient_rows[gemm.parameter] = row
-
-
-def run_deferred(builder: ProgramBuilder, gemms: Sequence[DeferredGemm]) -> Iterator[None]:
-    """Run the weight-gradient GEMMs a backward for the input put off; yields behind each."""
-    for gemm in gemms:
-        builder.layer, builder.module = gemm.layer, gemm.module
-        run_weight_gradient(builder, gemm, gemm.reads)
-        yield
-
-
 def row_parallel_forward(
     builder: ProgramBuilder,
     context: LoweringContext,
@@ -306,6 +203,8 @@ def row_parallel_forward(
     ``discard_input`` says that nothing but this linear reads ``source``, so a quantised copy may stand in for it;
     without ``keep_copy`` the backward pass makes its copy of ``source``.
     """
+    if context.freezes_weights:
+        return frozen_row_forward(builder, context, linear, source, discard_input=discard_input)
     kept = builder.keep_activations and keep_copy and is_quantized_linear(context, linear)
     kept_for = source if kept else None
     reduction: ReducedGemm | None = None
@@ -341,6 +240,10 @@ def linear_backward(
     ``consumed`` and ``borrowed`` are as in :func:`weight_gradient`; ``d_output`` and the input of the linear are each
     in one of them. ``gathers`` says that ``d_output`` is a shard of the sequence, to be gathered first.
     """
+    if context.freezes_weights:
+        return frozen_linear_backward(
+            builder, context, linear, d_output, consumed=consumed, borrowed=borrowed, gathers=gathers
+        )
     if not is_quantized_linear(context, linear):
         emit: GemmEmitter | None = None
         if gathers:
@@ -397,6 +300,8 @@ def column_parallel_backward(
     d_output: Tensor,
 ) -> Tensor:
     """Input and weight gradient of a column-parallel linear; returns the gradient of its (sharded) input."""
+    if context.freezes_weights:
+        return frozen_column_backward(builder, context, linear, normalized, d_output)
     if is_quantized_linear(context, linear):
         return _quantized_column_backward(builder, context, linear, normalized, d_output)
     gathered: Tensor | None = None

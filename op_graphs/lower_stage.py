@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .adapters import with_adapters
 from .buckets import Bucket
 from .data_parallel import DataParallelism
 from .lower_ends import (
@@ -136,6 +137,7 @@ def lower_chunk(context: LoweringContext, chunk: Chunk) -> ChunkPrograms:
         ep=context.parallel.ep,
         etp=context.parallel.etp,
     )
+    parameters = with_adapters(parameters, context.model, context.training.lora, context.tp)
     rules = DataParallelism(context)
     in_backward = GRADIENTS.chosen(context.overlap.grad_reduce).in_backward
     in_forward = PARAMETERS.chosen(context.overlap.param_gather).in_forward

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .adapters import trained
 from .buckets import form_buckets
 from .data_parallel import DataParallelism
 from .lower_stage import ChunkPrograms
@@ -115,7 +116,7 @@ def _after(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> Program
         for chunk in chunks:
             # One collective for each kind of parameter; nothing is there to be hidden by finer buckets.
             for bucket in filter(
-                rules.gathers, form_buckets(chunk.parameters, context.parallel, split=False)
+                rules.gathers, form_buckets(trained(chunk.parameters), context.parallel, split=False)
             ):
                 rules.emit_gather(builder, bucket, after=None)
     return builder.build()
@@ -126,7 +127,8 @@ def _reduce_replicated_gradients(
 ) -> None:
     """Sum the gradients of tensors whose copies each saw a part of the tokens: replicated ones, and whole models."""
     item = context.gradient_dtype.itemsize
-    partial = sum(t.elements for c in chunks for t in c.parameters if t.reduced_over_tp)
+    learned = trained(_parameters(chunks))
+    partial = sum(tensor.elements for tensor in learned if tensor.reduced_over_tp)
     if partial:
         size = item * partial
         builder.memory_bound(
@@ -157,7 +159,7 @@ def _reduce_replicated_gradients(
             dtype=context.gradient_dtype,
         )
         builder.wait_for(row)
-    tied = [t for c in chunks for t in c.parameters if t.tied]
+    tied = [tensor for tensor in learned if tensor.tied]
     if tied and context.parallel.pp > 1:
         at = context.parallel.coordinates(context.rank)
         ends = tuple(
@@ -282,7 +284,9 @@ def _persistent(
         return [buffer for buffer in buffers if buffer.size]
     # Transformer Engine returns a dummy gradient to autograd where the GEMM already added the real one to the main
     # gradient, and keeps one for each distinct weight shape (module/_common.py, get_dummy_wgrad).
+    # Frozen weights have none, and adapters run on PyTorch's linears.
     shapes = {t.shape for c in chunks for t in c.parameters if t.role in ("weight", "head")}
+    shapes = set() if context.freezes_weights else shapes
     buffers += [
         PersistentBuffer(
             f"dummy_weight_gradient_{rows}x{columns}",

@@ -91,6 +91,11 @@ class LoweringContext:
         return self.training.fp8_dispatch and self.recipe is not None and self.parallel.ep > 1
 
     @property
+    def freezes_weights(self) -> bool:
+        """Whether the model's own weights are frozen, and only low-rank adapters beside them are trained."""
+        return self.training.lora is not None
+
+    @property
     def gradient_dtype(self) -> DType:
         """Element type of the main gradients, in which they are accumulated and reduced."""
         return self.training.grad_reduce_dtype

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from .adapters import count_adapter_parameters
 from .model import MixtureOfExperts, ModelDescription, ModelError, WindowKind
 from .parameters import count_active_parameters, count_vision_parameters
+from .plan import LowRankAdapters
 
 FlopsConvention = Literal["operators", "palm", "megatron"]
 
@@ -25,6 +27,7 @@ def model_flops_per_token(
     convention: FlopsConvention = "operators",
     *,
     tp: int = 1,
+    lora: LowRankAdapters | None = None,
 ) -> float:
     """FLOPs of forward and backward for one token of a sequence of ``seq_len`` tokens.
 
@@ -45,6 +48,9 @@ def model_flops_per_token(
       (Megatron Bridge). Present versions halve attention; earlier ones, and Narayanan et al. 2021 (arXiv:2104.04473)
       and Korthikanti et al. 2022 (arXiv:2205.05198), do not: ``causal=False``.
 
+    With ``lora`` frozen matrices have no weight gradient: they count 4 in the place of 6, and attention as before; the
+    adapters' count 6, but not under ``megatron``, for which Megatron Bridge leaves them out.
+
     Raises:
         ModelError: for a convention of another name, or a ``seq_len`` or ``tp`` below 1.
     """
@@ -53,9 +59,14 @@ def model_flops_per_token(
         _attention_of_layer(model, layer, seq_len, causal, convention) for layer in range(model.layers)
     )
     if convention == "palm":
-        return 6.0 * _parameters_beside_embedding(model, seq_len) + 3 * attention
-    layers = sum(layer_matrix_elements(model, layer, convention) for layer in range(model.layers))
-    return 6.0 * (layers + _end_matrix_elements(model, seq_len, tp, convention)) + 3 * attention
+        matrices = float(_parameters_beside_embedding(model, seq_len))
+    else:
+        layers = sum(layer_matrix_elements(model, layer, convention) for layer in range(model.layers))
+        matrices = layers + _end_matrix_elements(model, seq_len, tp, convention)
+    if lora is None:
+        return 6.0 * matrices + 3 * attention
+    adapters = 0 if convention == "megatron" else count_adapter_parameters(model, lora)
+    return 4.0 * matrices + 6.0 * adapters + 3 * attention
 
 
 def mtp_flops_per_token(

@@ -38,6 +38,8 @@ class ParameterTensor:
     """Whether the tensor belongs to a routed expert: its gradient is summed over the expert-data-parallel group."""
     in_vision: bool = False
     """Whether the tensor belongs to the vision encoder of a vision-language model, or to its projector."""
+    frozen: bool = False
+    """Whether it is not trained: it has no gradient and no optimizer state."""
 
     @property
     def elements(self) -> int:

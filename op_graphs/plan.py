@@ -115,6 +115,25 @@ class Offload:
 
 
 @dataclass(frozen=True)
+class LowRankAdapters:
+    """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): every weight of the model is frozen.
+
+    Beside each target linear ``y = W x`` runs ``y += (alpha / rank) B A x``, and only ``A`` and ``B`` are trained
+    (Megatron Bridge ``peft/lora.py``, Hugging Face PEFT ``tuners/lora``).
+    """
+
+    rank: int
+    """Outputs of ``A`` and inputs of ``B``."""
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    """Linears with adapters (``op_graphs.adapters.TARGETS``)."""
+    dropout: float = 0.0
+    """Probability of dropout in front of ``A``, or behind ``B``; 0 runs no kernel."""
+    dropout_position: str = "pre"
+    """``pre`` or ``post``."""
+
+
+@dataclass(frozen=True)
 class TrainingPlan:
     """Batch, precision and optimizer of a step."""
 
@@ -153,6 +172,8 @@ class TrainingPlan:
     """None routes every expert the same number of tokens."""
     sequence_lengths: SequenceLengths | None = None
     """None makes every sequence one document of ``seq_len`` tokens."""
+    lora: LowRankAdapters | None = None
+    """Low-rank adapters beside frozen weights; None trains every weight."""
 
 
 @dataclass(frozen=True)

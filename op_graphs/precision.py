@@ -184,7 +184,14 @@ def precision_recipe(
     return replace(RECIPES[name](compute_capability), stored_once=stored_once)
 
 
-_BF16_WEIGHTS = ("router.weight", "gate_weight", "patch_embedding.weight")
+_BF16_WEIGHTS = (
+    "router.weight",
+    "gate_weight",
+    "patch_embedding.weight",
+    ".linear_in.weight",
+    ".linear_out.weight",
+)
+"""Ends of names: also both matrices of a low-rank adapter."""
 
 
 def is_quantized(tensor: ParameterTensor) -> bool:

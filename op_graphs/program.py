@@ -182,8 +182,8 @@ class ProgramBuilder:
         self._held: set[Tensor] = set()
         self.casts_weights = False
         """Whether linears quantise their weights here, where a low-precision recipe does."""
-        self._copies: dict[tuple[Tensor, str], Tensor] = {}
-        self._copied_at: dict[Tensor, int] = {}
+        self._copies: dict[tuple[Tensor | None, str], Tensor] = {}
+        self._copied_at: dict[Tensor | None, int] = {}
         self._discarded: set[Tensor] = set()
         self._rows: list[dict[str, float]] = []
         self._dependencies: list[tuple[int, int]] = []
@@ -400,22 +400,22 @@ class ProgramBuilder:
                 self._buffers[tensor.index][1] = -1
             self._foreign_release.pop(tensor, None)
 
-    def keep_copy(self, source: Tensor, reader: str, copy: Tensor) -> None:
-        """Note that ``copy`` is kept for the backward pass of ``reader`` in the place of ``source``."""
+    def keep_copy(self, source: Tensor | None, reader: str, copy: Tensor) -> None:
+        """Note that ``copy`` is kept for the backward pass of ``reader`` in the place of ``source``, if of any."""
         self._copies[source, reader] = copy
         self._copied_at[source] = self._buffers[copy.index][0]
 
-    def kept_copy(self, source: Tensor, reader: str) -> Tensor | None:
+    def kept_copy(self, source: Tensor | None, reader: str) -> Tensor | None:
         """What is kept for a reader in the place of ``source``, here or in the forward program; None if nothing."""
         for builder in (self, self._forward):
             if builder is not None and (source, reader) in builder._copies:
                 return builder._copies[source, reader]
         return None
 
-    def discard(self, tensor: Tensor) -> None:
-        """Release a buffer of this program for good where its last copy was made; later releases mean nothing."""
+    def discard(self, tensor: Tensor, row: int | None = None) -> None:
+        """Release a buffer of this program for good at ``row``, by default where its last copy was made."""
         assert tensor.owner is self
-        self.release(tensor, self._copied_at[tensor])
+        self.release(tensor, self._copied_at[tensor] if row is None else row)
         self._discarded.add(tensor)
 
     def kept_among(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -25,14 +25,14 @@ class GradientReduction:
         """Reduce every bucket whose last gradient the operations added since the last call complete."""
         builder, rules = self._builder, self._rules
         for bucket in list(self._open):
-            if not all(module in builder.gradient_rows for module in bucket.modules):
+            if not all(module in builder.gradient_rows for module in bucket.trained_modules):
                 continue
             self._open.remove(bucket)
             row = rules.emit_reduction(builder, bucket)
             self._placement.behind_reduction(builder, row)
             if rules.reduces_every_microbatch:
                 # Whole gradients of the unit live from its first weight gradient until they are scattered.
-                size = rules.context.item * bucket.elements
+                size = rules.context.item * bucket.trained_elements
                 gradients = builder.allocate(
                     "unsharded_gradients", size, self._begin, MemoryCategory.GRADIENTS
                 )

@@ -39,6 +39,7 @@ OFFLOAD: list[Any] = [
     {"modules": ["expert_fc1", "moe_act"], "minimum_bytes": 0, "in_flight": 1},
     {"optimizer": 0.5},
 ]
+LORA: list[Any] = [None, None, {"rank": 8}, {"rank": 4, "targets": ["linear_fc2"], "dropout": 0.1}]
 SCHEDULES = [
     *("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "interleaved-zb", "zb-v", "dualpipe", "dualpipev"),
     *("1f1b-overlap", "looped-bfs"),
@@ -108,6 +109,7 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
             "optimizer": draw(st.sampled_from(list(OPTIMIZERS))),
             "recompute": draw(st.sampled_from(RECOMPUTE)),
             "offload": draw(st.sampled_from(OFFLOAD)),
+            "lora": draw(st.sampled_from(LORA)),
         },
         "schedule": schedule,
         "libraries": {"permute_fusion": draw(st.booleans())},

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from op_graphs.adapters import count_trained_parameters
 from op_graphs.columns import Int8
 from op_graphs.graph import OpGraph
 from op_graphs.parameters import count_active_parameters, count_parameters
@@ -74,6 +75,9 @@ def build_report(
             "name": scenario.model.name,
             "parameters": count_parameters(scenario.model, seq_len=scenario.training.seq_len),
             "active_parameters": count_active_parameters(scenario.model, seq_len=scenario.training.seq_len),
+            "trained_parameters": count_trained_parameters(
+                scenario.model, scenario.training.lora, seq_len=scenario.training.seq_len
+            ),
         },
         "iteration_time_ms": iteration_ns / 1e6,
         **_throughput(scenario, graph, iteration_ns, spread),

@@ -24,6 +24,7 @@ from op_graphs.plan import LibraryPlan, OverlapPlan, ParallelPlan, Recompute, Tr
 
 from .errors import ScenarioError
 from .imbalance_fields import imbalance_mapping, read_routing, read_sequence_lengths
+from .lora_fields import lora_mapping, read_lora
 from .offload_fields import offload_mapping, read_offload
 from .precision_fields import precision_mapping, read_optimizer_dtypes, recipe_name
 from .scenario_checks import Draft, check_combinations, resolve_microbatches
@@ -123,6 +124,7 @@ def scenario_to_mapping(scenario: Scenario) -> dict[str, Any]:
             "attention": training.attention,
             "images_per_sample": training.images_per_sample,
             **imbalance_mapping(training),
+            **lora_mapping(training),
         },
         "schedule": scenario.schedule,
         "overlap": dataclasses.asdict(overlap),
@@ -213,6 +215,7 @@ def _training(
         images_per_sample=values["images_per_sample"],
         routing=read_routing(values["routing"], folder, problems),
         sequence_lengths=read_sequence_lengths(values["sequence_lengths"], folder, problems),
+        lora=read_lora(values["lora"], problems),
     )
 
 

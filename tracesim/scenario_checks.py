@@ -20,6 +20,7 @@ from schedules.registry import build_schedule
 
 from .cost.attention import kernel_ratio
 from .imbalance_fields import check_imbalance
+from .lora_fields import check_lora
 from .offload_fields import check_offload
 from .parallel_checks import (
     check_context_parallel,
@@ -72,6 +73,7 @@ def check_combinations(draft: Draft, problems: Problems) -> None:
         check_imbalance(draft.model, draft.training, problems)
         check_vision(draft.model, draft.parallel, draft.training, problems)
     check_sharding(draft.parallel, problems)
+    check_lora(draft.model, draft.parallel, draft.training, problems)
     _check_sequence(draft, problems)
     _check_chunks(draft, problems)
     check_precision(

@@ -173,6 +173,8 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         # Read by tracesim.imbalance_fields.
         "routing": FieldRule("", lambda value: True, None),
         "sequence_lengths": FieldRule("", lambda value: True, None),
+        # Read by tracesim.lora_fields.
+        "lora": FieldRule("", lambda value: True, None),
     },
     "overlap": {
         **{key: _policy(getattr(_OVERLAP, key), point.names()) for key, point in OVERLAP_POINTS.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from op_graphs.adapters import count_adapter_parameters
 from op_graphs.model_flops import (
     FlopsConvention,
     model_flops_per_token,
@@ -41,9 +42,12 @@ def utilisation(
         for name, convention, causal in _CONVENTIONS
     ]
     model = scenario.model
-    rows.append(
-        ("6 N, no attention", 6.0 * tokens * count_active_parameters(model, scenario.training.seq_len))
-    )
+    active, lora = count_active_parameters(model, scenario.training.seq_len), scenario.training.lora
+    if lora is None:
+        rows.append(("6 N, no attention", 6.0 * tokens * active))
+    else:
+        passed = 4.0 * active + 6.0 * count_adapter_parameters(model, lora)
+        rows.append(("4 N + 6 N of adapters, no attention", tokens * passed))
     rows.append(("HFU: what is executed", executed_flops))
     return [
         {
@@ -63,5 +67,5 @@ def flops_per_token(
     model, training = scenario.model, scenario.training
     options: dict[str, Any] = {"causal": causal, "convention": convention, "tp": scenario.parallel.tp}
     images = vision_flops_per_image(model) * training.images_per_sample / training.seq_len
-    tokens = model_flops_per_token(model, length, **options)
+    tokens = model_flops_per_token(model, length, lora=training.lora, **options)
     return tokens + mtp_flops_per_token(model, length, **options) + images

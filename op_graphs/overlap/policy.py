@@ -136,6 +136,8 @@ class TensorPlacement(OverlapPolicy):
 
     beside_weights: ClassVar[bool] = False
     """Whether the second gather of an input and the reduction of its gradient run beside GEMMs that need neither."""
+    in_pieces: ClassVar[bool] = False
+    """Whether what is gathered or reduced exists in pieces only, which nothing beside its own GEMM can read."""
     gathers_again: ClassVar[bool] = True
     """Whether the backward gathers an input again; else the forward keeps it whole, unless operands are quantised."""
 

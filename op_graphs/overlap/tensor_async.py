@@ -31,6 +31,7 @@ class TensorAsync(TensorPlacement):
     beside = "copies of shards beside the pieces of the GEMM that reads or makes them, forward and backward"
     follows = "torchtitan with parallelism.enable_async_tensor_parallel"
     beside_weights = True
+    in_pieces = True
     gathers_again = False
 
     def refusal(self, parallel: ParallelPlan, schedule: str) -> str | None:

@@ -34,6 +34,7 @@ class TensorUserbuffers(TensorPlacement):
     )
     follows = "Megatron-LM --tp-comm-overlap with Transformer Engine"
     beside_weights = True
+    in_pieces = True
 
     def refusal(self, parallel: ParallelPlan, schedule: str) -> str | None:
         """It cuts along the sequence."""
