@@ -130,7 +130,8 @@ def _expressed_rows(path: Path, machine_folders: Sequence[Path]) -> list[_Expres
 def _wanted(row: MeasuredRow) -> list[Wanted]:
     """Scenarios a row needs simulated."""
     by_layer = row.smaller is not None
-    wanted = [Wanted(row.scenario, not (row.allocated_gib is row.reserved_gib is None), by_layer)]
+    allocator = not (row.allocated_gib is row.reserved_gib is None)
+    wanted = [Wanted(row.scenario, allocator, by_layer, row.bubble_pct is not None)]
     wanted += [
         Wanted(other, optimizer=by_layer) for other in (row.smaller, row.baseline) if other is not None
     ]
@@ -258,8 +259,10 @@ def _predicted(row: MeasuredRow, figures: Figures) -> dict[str, float | None]:
         "reserved": measured_on["peak_reserved_gib"],
         "activations": None,
         "state": None,
-        "bubble": 100 * report.get("pipeline_bubble_fraction", 0.0),
+        "bubble": None,
     }
+    if row.bubble_pct is not None:
+        predicted["bubble"] = 100 * report["calculated_bubble_fraction"]
     if row.activations is not None or row.state_gib is not None:
         held = report["stages"][0]["memory_at_peak_gib"]
         predicted["state"] = held["weights"] + held["gradients"] + held["optimizer_states"]

@@ -97,6 +97,11 @@ def main(paths: Sequence[Path]) -> None:
     """Say in which cells of measured rows schedules are simulated in the measured order."""
     try:
         cells = [cell for path in find_files(paths) for cell in rank_cells(measured_runs(path))]
+        if not cells:
+            raise InputError(
+                f"no cell in {', '.join(map(str, paths))}: a cell needs two rows of one source with a measured time "
+                "that differ in nothing but their schedule; benchmarks.accuracy says why rows are left out"
+            )
     except InputError as error:
         click.echo(f"benchmarks.rankings: {error}", err=True)
         sys.exit(2)

@@ -29,6 +29,7 @@ class Wanted:
     scenario: Scenario
     allocator: bool = False
     optimizer: bool = False
+    bubble: bool = False
 
     @property
     def operations(self) -> int:
@@ -54,7 +55,10 @@ def figures_of(
         key = scenario_key(item.scenario)
         known = tasks.get(key, item)
         tasks[key] = Wanted(
-            known.scenario, known.allocator or item.allocator, known.optimizer or item.optimizer
+            known.scenario,
+            known.allocator or item.allocator,
+            known.optimizer or item.optimizer,
+            known.bubble or item.bubble,
         )
     if runner is not None:
         return {key: _attempt(runner, item.scenario) for key, item in tasks.items()}
@@ -68,7 +72,9 @@ def figures_of(
 
 
 def _figures_or_reason(item: Wanted) -> RunReport | str:
-    return _attempt(lambda scenario: step_figures(scenario, item.allocator, item.optimizer), item.scenario)
+    return _attempt(
+        lambda scenario: step_figures(scenario, item.allocator, item.optimizer, item.bubble), item.scenario
+    )
 
 
 def _attempt(runner: Callable[[Scenario], RunReport], scenario: Scenario) -> RunReport | str:
@@ -78,17 +84,21 @@ def _attempt(runner: Callable[[Scenario], RunReport], scenario: Scenario) -> Run
         return f"the simulator refuses it: {' '.join(str(error).split())}"
 
 
-def step_figures(scenario: Scenario, allocator: bool = True, optimizer: bool = True) -> dict[str, Any]:
+def step_figures(
+    scenario: Scenario, allocator: bool = True, optimizer: bool = True, bubble: bool = True
+) -> dict[str, Any]:
     """The part of a scenario's report that rows are compared with, under the report's keys.
 
-    Without ``allocator`` what only its replay tells is None, without ``optimizer`` the time of the optimizer.
+    Without ``allocator`` what only its replay tells is None, without ``optimizer`` the time of the optimizer, without
+    ``bubble`` the one that papers calculate of a schedule (``calculated_bubble_fraction``, not in the report).
 
     Raises:
         ValueError: as ``tracesim.simulation.simulate``.
     """
     # The simulator takes its time to import, and reading rows does not need it.
+    from benchmarks.schedule_bubble import calculated_bubble
     from op_graphs.vocabulary import MemoryCategory
-    from tracesim.report import breakdown, bubble_fraction
+    from tracesim.report import breakdown
     from tracesim.simulation import simulate
 
     simulation = simulate(scenario)
@@ -109,7 +119,7 @@ def step_figures(scenario: Scenario, allocator: bool = True, optimizer: bool = T
     ]
     return {
         "iteration_time_ms": int(execution.end.max()) / 1e6,
-        "pipeline_bubble_fraction": bubble_fraction(graph, execution),
+        "calculated_bubble_fraction": calculated_bubble(scenario, graph, execution) if bubble else None,
         **{
             key: max(stage[key] for stage in stages) if stages[0][key] is not None else None
             for key in ("peak_allocated_gib", "peak_allocated_blocks_gib", "peak_reserved_gib")

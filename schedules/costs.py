@@ -11,7 +11,7 @@ from .actions import Action, ActionKind, ScheduleError
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """Cost of each kind of action, in units of the caller's choice. Transfers and weight actions are free."""
+    """Cost of each kind of action, in units of the caller's choice. What is not named here is free."""
 
     forward: float = 1.0
     backward_input: float = 1.0
@@ -20,6 +20,8 @@ class ActionCosts:
     """Cost of a forward beside a full backward (``F&B``); the sum of both if None."""
     stage_factors: tuple[float, ...] = ()
     """Factor of each stage, for uneven ones; empty where all are equal."""
+    transfer: float = 0.0
+    """From the end of an action on one rank to when its result is on another; ranks do not wait for it otherwise."""
 
     def __post_init__(self) -> None:
         named = {
@@ -27,6 +29,7 @@ class ActionCosts:
             "backward_input": self.backward_input,
             "backward_weight": self.backward_weight,
             "overlapped": 0.0 if self.overlapped is None else self.overlapped,
+            "transfer": self.transfer,
             **{f"factor of stage {stage}": factor for stage, factor in enumerate(self.stage_factors)},
         }
         for name, value in named.items():

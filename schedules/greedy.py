@@ -57,7 +57,7 @@ def greedy(
         microbatches: microbatches of a step.
         memory_limit: most (stage, microbatch) pairs whose activations a rank may hold; ``pp * chunks``, the memory of
             1F1B, if not given.
-        costs: times of F, I and W; all 1 if not given.
+        costs: times of F, I, W and transfers; all 1 and free transfers if not given.
 
     Raises:
         ScheduleError: if the limit is below ``chunks`` (a microbatch must get through), or the costs name another
@@ -162,6 +162,10 @@ class _Listing:
         self.forward_cost = [costs.of(forward(stage, 0)) for stage in stages]
         self.input_cost = [costs.of(backward_input(stage, 0)) for stage in stages]
         self.weight_cost = [costs.of(backward_weight(stage, 0)) for stage in stages]
+        # Between a stage and the one before it.
+        self.transfer = [
+            costs.transfer if stage and placement[stage] != placement[stage - 1] else 0.0 for stage in stages
+        ]
         self.forward_ends: list[list[float]] = [[] for _ in stages]
         self.input_ends: list[list[float]] = [[] for _ in stages]
         self.ranks = [
@@ -224,7 +228,8 @@ class _Listing:
             ready = max(self.forward_ends[stage][microbatch], state.clock)
             if stage + 1 < len(self.placement):
                 ends = self.input_ends[stage + 1]
-                ready = max(ready, ends[microbatch]) if microbatch < len(ends) else inf
+                arrives = ends[microbatch] + self.transfer[stage + 1] if microbatch < len(ends) else inf
+                ready = max(ready, arrives)
             if ready < earliest:
                 earliest, chosen = ready, stage
         return earliest, chosen
@@ -244,7 +249,8 @@ class _Listing:
             ready = state.clock
             if stage > 0:
                 ends = self.forward_ends[stage - 1]
-                ready = max(ready, ends[microbatch]) if microbatch < len(ends) else inf
+                arrives = ends[microbatch] + self.transfer[stage] if microbatch < len(ends) else inf
+                ready = max(ready, arrives)
             if ready < earliest:
                 earliest, chosen = ready, stage
         return earliest, chosen
@@ -258,7 +264,7 @@ class _Listing:
         state.ahead += 1
         state.ran_backward = False
         if stage + 1 < len(self.placement):
-            self._wake(self.placement[stage + 1], state.clock)
+            self._wake(self.placement[stage + 1], state.clock + self.transfer[stage + 1])
 
     def _run_input(self, rank: int, stage: int) -> None:
         state = self.ranks[rank]
@@ -270,7 +276,7 @@ class _Listing:
         state.ahead -= 1
         state.ran_backward = True
         if stage > 0:
-            self._wake(self.placement[stage - 1], state.clock)
+            self._wake(self.placement[stage - 1], state.clock + self.transfer[stage])
 
     def _run_weight(self, state: _RankState) -> None:
         stage, microbatch = state.waiting_weights.popleft()

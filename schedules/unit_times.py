@@ -1,4 +1,4 @@
-"""A small simulator of a schedule alone: fixed cost a kind of action, free communication, nothing shared.
+"""A small simulator of a schedule alone: fixed cost a kind of action and a transfer, nothing shared.
 
 It finds deadlocks, widths for the drawings and the bubble of a schedule in units of one forward. What a step
 really costs is for the engine; this knows neither operators nor hardware.
@@ -96,7 +96,7 @@ def simulate_unit_times(
 
 
 def simulate_costs(schedule: Schedule, costs: ActionCosts) -> UnitTimes:
-    """Run a schedule with given costs and free communication; each rank executes its row in order.
+    """Run a schedule with given costs; each rank executes its row in order, and transfers hold up who reads them alone.
 
     Raises:
         ScheduleError: as :func:`simulate_unit_times`, and if the costs name another number of stages.
@@ -147,7 +147,8 @@ class _Run:
                 if source not in self.ended:
                     self.waits_for[rank] = source
                     return finished
-                start = max(start, self.ended[source])
+                crosses = self.schedule.stage_rank(source.stage) != rank
+                start = max(start, self.ended[source] + (self.costs.transfer if crosses else 0.0))
             clock = start + self.costs.of(action)
             starts.append(start)
             ends.append(clock)

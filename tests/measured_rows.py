@@ -38,6 +38,7 @@ def fake_report(scenario):
         "iteration_time_ms": scenario.model.layers * scenario.training.num_microbatches + 5.0,
         "peak_allocated_blocks_gib": 10.0,
         "peak_reserved_gib": 12.0,
+        "calculated_bubble_fraction": 0.1,
         "stages": [
             {
                 "optimizer_ms": 5.0,

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import step_figures
 from benchmarks.accuracy import evaluate, scores_by_source
 from benchmarks.rows import RowSkippedError
+from benchmarks.schedule_bubble import calculated_bubble
 from op_graphs.stage_layout import layers_per_stage
 from tests.measured_rows import GOLDEN, GPT_22B, changed, expressed, fake_report, write_rows
 from tracesim.scenario import load_scenario
@@ -103,6 +104,9 @@ def test_what_the_scoreboard_computes_is_what_a_report_says():
     scenario = load_scenario("llama3-8b-tp2-pp2-vpp2-dp2")
     figures, report = step_figures.step_figures(scenario), simulate(scenario).report
     stages = figures.pop("stages")
+    assert figures.pop("calculated_bubble_fraction") == calculated_bubble(
+        scenario, simulate(scenario).graph, simulate(scenario).execution
+    )
     assert figures == {key: report[key] for key in figures}
     assert stages == [{key: stage[key] for key in stages[0]} for stage in report["stages"]]
 

@@ -51,12 +51,13 @@ def test_zero_bubble_schedules_come_out_in_the_order_measured(shared_data: Path)
     assert all(run.simulated == pytest.approx(run.measured, rel=0.1) for run in cell.runs)
 
 
-def test_a_file_without_cells_is_in_order(tmp_path: Path) -> None:
+def test_a_file_without_cells_ranks_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text('{"source": {"name": "none"}, "rows": []}')
     result = CliRunner().invoke(main, [str(path)])
-    assert result.exit_code == 0
-    assert "0 of 0 cells" in result.output
+    assert result.exit_code == 2
+    assert f"no cell in {path}: a cell needs two rows" in result.output
+    assert "of 0 cells" not in result.output
 
 
 def test_what_holds_no_rows_is_one_message(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What ``tracesim schedule`` computes: a schedule's figures, its timeline on given costs, and comparisons.
 
-Times here are in the unit of the costs given; in a timeline one unit is a millisecond. Communication is free. What a
+Times here are in the unit of the costs given; in a timeline one unit is a millisecond. Nothing is shared. What a
 schedule does on a machine is for :func:`tracesim.simulation.simulate`; :func:`compare_on_scenario` asks it.
 """
 
@@ -139,9 +139,11 @@ def describe_schedule(times: UnitTimes, costs: ActionCosts | None) -> dict[str, 
             "backward_weight": costs.backward_weight,
             "overlapped": costs.overlapped,
             "stage_factors": list(costs.stage_factors),
+            "transfer": costs.transfer,
         },
         "time": time,
         "bubble_fraction": times.bubble_fraction,
+        "longest_rank": times.longest_rank,
         "ranks": ranks,
     }
 
@@ -193,7 +195,7 @@ def schedule_timeline(times: UnitTimes) -> Timeline:
         strings=strings.strings(),
         name=f"{schedule.name}, pp {pp}, {schedule.model_stages} stages, {schedule.microbatches} microbatches",
         simulated=True,
-        device="given costs, free communication",
+        device="given costs",
         world_size=pp,
     )
 

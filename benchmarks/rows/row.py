@@ -46,7 +46,7 @@ class MeasuredRow:
     allocated_gib: float | None = None
     reserved_gib: float | None = None
     bubble_pct: float | None = None
-    """Share of the pipeline's time in which ranks wait, in percent."""
+    """Bubble of the schedule as its paper calculates it from profiled passes (``schedule_bubble``), in percent."""
     activations: float | None = None
     """Activations of the first stage at its peak in GiB; with ``baseline``, in percent of that scenario's."""
     baseline: Scenario | None = None

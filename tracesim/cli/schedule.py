@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from rich.console import Console
@@ -16,7 +15,6 @@ from rich.text import Text
 from exporters import write_perfetto
 from exporters.pipeline_svg import pipeline_svg
 from schedules import (
-    ActionCosts,
     ActionKind,
     Schedule,
     ScheduleError,
@@ -47,8 +45,8 @@ from ..schedule_workbench import (
 )
 from .errors import report_error
 from .printing import output_console, print_json, progress
+from .schedule_options import cost_options, costs_of, numbers, size_options
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 _STYLES = {
     ActionKind.FORWARD: "white on blue",
     ActionKind.FULL_BACKWARD: "black on green",
@@ -59,32 +57,6 @@ _STYLES = {
 _LEAST_COLUMNS = 20
 _TABLE_COLUMNS = 72
 _RECOVERED_COLUMNS = 110
-
-
-def _size_options(command: _Command) -> _Command:
-    for option in (
-        click.option("--microbatches", type=int, metavar="M", help="Microbatches of a step."),
-        click.option("--vpp", type=int, metavar="V", help="Model chunks a rank [default: what NAME needs]."),
-        click.option("--pp", type=int, metavar="P", help="Pipeline ranks."),
-    ):
-        command = option(command)
-    return command
-
-
-def _cost_options(command: _Command) -> _Command:
-    for option in (
-        click.option(
-            "--stage-factors", metavar="LIST", help="A factor of each stage's costs, as 1,1,1.2,0.8."
-        ),
-        click.option("--overlapped-cost", type=float, metavar="X", help="F beside B [default: their sum]."),
-        click.option(
-            "--weight-cost", type=float, metavar="W", help="Part of B for the weight [default: half]."
-        ),
-        click.option("--backward-cost", type=float, default=2.0, show_default=True, metavar="B"),
-        click.option("--forward-cost", type=float, default=1.0, show_default=True, metavar="F"),
-    ):
-        command = option(command)
-    return command
 
 
 @click.group()
@@ -103,8 +75,8 @@ def names() -> None:
 
 @schedule.command()
 @click.argument("name", required=False)
-@_size_options
-@_cost_options
+@size_options
+@cost_options
 @click.option("--scenario", metavar="SCENARIO", help="Take the times of a simulated scenario.")
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a field of the scenario."
@@ -133,6 +105,7 @@ def show(
     backward_cost: float,
     weight_cost: float | None,
     overlapped_cost: float | None,
+    transfer_cost: float,
     stage_factors: str | None,
     scenario: str | None,
     overrides: tuple[str, ...],
@@ -145,9 +118,10 @@ def show(
 ) -> None:
     """Draw the schedule NAME (or FILE.csv) with real widths, and print bubble and activations of each rank.
 
-    On given costs communication is free. With --scenario the times are those of its simulation, in milliseconds, with
-    NAME in the place of its schedule if given. F, B, I and W are forward, full backward, backward for the input and for
-    the weight; small letters are odd model chunks; + is a forward beside a backward.
+    On given costs a transfer holds up who reads it, and nobody else. With --scenario the times are those of its
+    simulation, in milliseconds, with NAME in the place of its schedule if given. F, B, I and W are forward, full
+    backward, backward for the input and for the weight; small letters are odd model chunks; + is a forward beside a
+    backward.
 
     With --trace it is the schedule that a run executed, checked, with what each bubble waited for, and the intended one
     beside it: NAME, or the schedule that has the same order.
@@ -157,7 +131,9 @@ def show(
         return
     costs = None
     if scenario is None:
-        costs = _costs(forward_cost, backward_cost, weight_cost, overlapped_cost, stage_factors)
+        costs = costs_of(
+            forward_cost, backward_cost, weight_cost, overlapped_cost, stage_factors, transfer_cost
+        )
         times = simulate_costs(_named(name, PlanSizes(pp, vpp, microbatches)), costs)
     else:
         with progress("simulating"):
@@ -208,7 +184,7 @@ def _show_recovered(
 
 @schedule.command()
 @click.argument("name")
-@_size_options
+@size_options
 @click.option(
     "--memory-limit",
     metavar="N",
@@ -229,7 +205,7 @@ def check(
 
     Exits with 1 if it is broken; the message marks the failing step in the grid.
     """
-    limit = _numbers("--memory-limit", memory_limit, int) if memory_limit is not None else None
+    limit = numbers("--memory-limit", memory_limit, int) if memory_limit is not None else None
     checked = load_schedule(name, PlanSizes(pp, vpp, microbatches), check=False)
     blocks = ""
     try:
@@ -261,8 +237,8 @@ def check(
 
 @schedule.command()
 @click.argument("schedules", nargs=-1, required=True, metavar="NAME...")
-@_size_options
-@_cost_options
+@size_options
+@cost_options
 @click.option("--scenario", metavar="SCENARIO", help="Simulate them on a scenario instead of given costs.")
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a field of the scenario."
@@ -277,6 +253,7 @@ def compare(
     backward_cost: float,
     weight_cost: float | None,
     overlapped_cost: float | None,
+    transfer_cost: float,
     stage_factors: str | None,
     scenario: str | None,
     overrides: tuple[str, ...],
@@ -288,7 +265,9 @@ def compare(
     chunks compare. With --scenario, each is simulated; --pp and --microbatches then override the scenario's.
     """
     if scenario is None:
-        costs = _costs(forward_cost, backward_cost, weight_cost, overlapped_cost, stage_factors)
+        costs = costs_of(
+            forward_cost, backward_cost, weight_cost, overlapped_cost, stage_factors, transfer_cost
+        )
         comparison = compare_on_costs(schedules, PlanSizes(pp, vpp, microbatches), costs)
     else:
         changes = _with_sizes(overrides, pp, microbatches)
@@ -304,7 +283,7 @@ def compare(
 
 @schedule.command()
 @click.argument("name")
-@_size_options
+@size_options
 @click.option("--with-communication", is_flag=True, help="Write sends and receives out.")
 @click.option("-o", "--output", required=True, metavar="FILE.csv", help="Where to; - is standard output.")
 def export(
@@ -344,29 +323,6 @@ def _with_sizes(overrides: tuple[str, ...], pp: int | None, microbatches: int | 
         *((f"parallel.pp={pp}",) if pp is not None else ()),
         *((f"training.num_microbatches={microbatches}",) if microbatches is not None else ()),
     )
-
-
-def _costs(
-    forward: float, backward: float, weight: float | None, overlapped: float | None, factors: str | None
-) -> ActionCosts:
-    for_weight = backward / 2 if weight is None else weight
-    if for_weight > backward:
-        raise ScheduleError(
-            f"--weight-cost {for_weight} is more than the whole backward, --backward-cost {backward}, it is a part of"
-        )
-    stage_factors = tuple(_numbers("--stage-factors", factors, float)) if factors is not None else ()
-    return ActionCosts(forward, backward - for_weight, for_weight, overlapped, stage_factors)
-
-
-_Number = TypeVar("_Number", int, float)
-
-
-def _numbers(option: str, text: str, kind: type[_Number]) -> list[_Number]:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError:
-        wanted = "whole numbers" if kind is int else "numbers"
-        raise ScheduleError(f"{option} {text!r} must be {wanted} with commas between") from None
 
 
 def _width(given: int | None) -> int:

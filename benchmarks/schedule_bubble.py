@@ -1,0 +1,61 @@
+"""The bubble of a schedule as the zero-bubble papers calculate it, from the passes of a simulated step.
+
+arXiv:2401.10241, section 5.3: every stage takes the profiled times of a forward, of a backward for the input and for
+the weights, and of a transfer; the *cost* is the longest time of a rank from its first action to its last, and the
+bubble is what it exceeds the passes of all microbatches by, over the cost. It is a figure of the schedule: embedding,
+loss and optimizer, stages that differ, and a host that waits are no part of it, as they are of
+``pipeline_bubble_fraction``.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+import numpy as np
+
+from op_graphs.graph import OpGraph
+from op_graphs.vocabulary import OpKind, Stream
+from schedules import ActionCosts, Schedule, simulate_costs
+from schedules.registry import build_schedule
+from tracesim.engine import Execution
+from tracesim.scenario import Scenario
+
+
+def calculated_bubble(scenario: Scenario, graph: OpGraph, execution: Execution) -> float:
+    """Bubble rate of the scenario's schedule, from the passes of its middle stage; 0 without a pipeline."""
+    parallel = scenario.parallel
+    if parallel.pp == 1:
+        return 0.0
+    schedule = build_schedule(
+        scenario.schedule, parallel.pp, parallel.vpp, scenario.training.num_microbatches
+    )
+    return bubble_rate(schedule, pass_costs(graph, execution, schedule.stages // 2))
+
+
+def bubble_rate(schedule: Schedule, costs: ActionCosts) -> float:
+    """What the longest rank exceeds its own passes by, as a share of its time."""
+    times = simulate_costs(schedule, costs)
+    cost, rank = max((span, rank) for rank, span in enumerate(times.rank_spans))
+    return (cost - times.rank_busy[rank]) / cost if cost else 0.0
+
+
+def pass_costs(graph: OpGraph, execution: Execution, stage: int) -> ActionCosts:
+    """Median times of the passes of a stage and of a transfer, in nanoseconds."""
+    segments = graph.segments
+    lengths: dict[str, list[int]] = {letter: [] for letter in "FBIW"}
+    for row in np.flatnonzero(segments.stage == stage):
+        rows = np.arange(segments.begin[row], segments.end[row])
+        rows = rows[graph.operations.stream[rows] == Stream.COMPUTE]
+        name = graph.strings[segments.name[row]]
+        if len(rows) and name[0] in lengths and "+" not in name:
+            lengths[name[0]].append(int(execution.end[rows].max() - execution.start[rows].min()))
+    times = {letter: float(median(found)) for letter, found in lengths.items() if found}
+    transfers = np.flatnonzero(graph.operations.kind == OpKind.P2P)
+    lasts = (execution.end - execution.start)[transfers]
+    for_input = times.get("I", times.get("B", 0.0))
+    return ActionCosts(
+        forward=times.get("F", 0.0),
+        backward_input=for_input,
+        backward_weight=times.get("W", 0.0),
+        transfer=float(np.median(lasts)) if len(lasts) else 0.0,
+    )
