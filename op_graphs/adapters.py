@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .model import ModelDescription
-from .parameters import count_parameters, local_kv_heads
-from .parameters_shards import ParameterTensor
+from .parameters_tensors import ParameterTensor, local_kv_heads
 from .plan import LowRankAdapters
 
 TARGETS: dict[str, tuple[str, str]] = {
@@ -151,17 +150,6 @@ def count_adapter_parameters(model: ModelDescription, lora: LowRankAdapters) -> 
     return sum(
         adapter.elements for layer in range(model.layers) for adapter in layer_adapters(model, lora, 1, layer)
     )
-
-
-def count_trained_parameters(model: ModelDescription, lora: LowRankAdapters | None, seq_len: int = 0) -> int:
-    """Parameters that a step updates: those of the model, or of the adapters beside it.
-
-    Raises:
-        ModelError: as :func:`op_graphs.parameters.count_parameters`.
-    """
-    if lora is None:
-        return count_parameters(model, seq_len=seq_len)
-    return count_adapter_parameters(model, lora)
 
 
 def smallest_target(model: ModelDescription, lora: LowRankAdapters) -> tuple[str, int]:

@@ -1,26 +1,23 @@
-"""Lowering of one transformer layer: norm, attention, residual, norm, MLP or experts, residual.
+"""Lowering of one layer: norm, mixer, residual, norm, MLP or experts, residual; either half may be missing.
 
-Granularity and order are those of Megatron-Core with Transformer Engine: layer norms as kernels of their own, fused
-activation and rotary embedding, fused bias-dropout-add, weight gradients accumulated into the main gradient by the
-GEMM. Saved activations follow the same sources: the inputs of both norms and their outputs, what attention and MLP
-keep, and dropout masks. Parts named in ``recompute.modules`` keep less and run again in backward.
+What mixes tokens (attention, a state space) is in ``op_graphs.mixers``. Granularity and order are those of
+Megatron-Core with Transformer Engine: layer norms as kernels of their own, fused activation and rotary embedding,
+fused bias-dropout-add, weight gradients accumulated into the main gradient by the GEMM. Saved activations follow the
+same sources: the inputs of both norms and their outputs, what mixer and MLP keep, and dropout masks. Parts named in
+``recompute.modules`` keep less and run again in backward.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from .lower_attention import (
-    AttentionSaved,
-    attention_backward,
-    attention_forward,
-    restored_attention,
-    stored_attention,
-)
 from .lower_experts import ExpertsSaved, experts_backward, experts_forward
-from .lower_linear import layer_linear, row_parallel_backward, row_parallel_forward
 from .lower_mlp import Mlp, MlpSaved, mlp_backward, mlp_forward, recompute_mlp
 from .lowering_context import LoweringContext
+from .mixers import MIXERS, BlockGradient
+from .model import MixerName
 from .offload_activations import begin_part, end_part, offload
 from .program import ProgramBuilder, Tensor
 from .vocabulary import OpKind, Phase
@@ -35,19 +32,34 @@ class _NormSaved:
 
 
 @dataclass
-class LayerSaved:
-    """Activations a layer keeps for its backward pass."""
+class _MixerSaved:
+    """What the half of a layer that mixes tokens keeps."""
 
-    attention_norm: _NormSaved
-    attention: AttentionSaved
-    mlp_norm: _NormSaved
-    mlp: MlpSaved | ExpertsSaved | None
+    name: MixerName
+    norm: _NormSaved
+    inner: Any
+    mask: Tensor | None
+    """Dropout mask of the residual behind it."""
+
+
+@dataclass
+class _FeedForwardSaved:
+    """What the half of a layer with an MLP or experts keeps."""
+
+    norm: _NormSaved
+    inner: MlpSaved | ExpertsSaved | None
     """None where the whole MLP is recomputed."""
-    attention_mask: Tensor | None
-    """Dropout mask of the residual behind attention."""
-    mlp_mask: Tensor | None
-    mlp_output: Tensor | None = None
+    mask: Tensor | None
+    output: Tensor | None = None
     """Output of the second linear, where outputs of matrix products are kept though nothing reads them."""
+
+
+@dataclass
+class LayerSaved:
+    """Activations a layer keeps for its backward pass; None for the half that it does not have."""
+
+    mixer: _MixerSaved | None
+    feed_forward: _FeedForwardSaved | None
 
 
 # -- forward -----------------------------------------------------------------------------------------------------
@@ -67,49 +79,60 @@ def layer_forward(
     just that).
     """
     builder.layer = layer
-    builder.module = "self_attention"
-    keep_normalized = builder.keep_activations and not _recomputes_norms(context)
-    normalized = _norm(builder, context, "input_layernorm", layer)
-    attention = attention_forward(builder, context, layer, normalized, keep_input=keep_normalized)
-    if keep_normalized and not context.freezes_weights and _copies_suffice(context, attention):
-        builder.discard(normalized)
-    latents = attention.latent.tensors() if attention.latent is not None else []
-    offload(builder, context, layer, "qkv_linear", [normalized, *latents])
-    offload(builder, context, layer, "core_attn", [attention.core.qkv, *attention.core.inner])
-    projected = row_parallel_forward(
-        builder,
-        context,
-        layer_linear(context, layer, "proj"),
-        attention.output,
-        discard_input=attention.output != attention.core.output,
-        keep_copy=not context.stores_quantized,
-    )
-    builder.forget_unless_kept(attention.output, builder.last_row)
-    if builder.keep_activations and context.stores_quantized:
-        attention = stored_attention(builder, context, attention)
-    offload(builder, context, layer, "attn_proj", [attention.output])
-    middle, attention_mask = _bias_dropout_add(builder, context, "attention_residual", projected)
-    attention_norm = _NormSaved(block_input, normalized if keep_normalized else None)
+    name = context.model.mixer(layer)
+    mixer: _MixerSaved | None = None
+    feed_forward: _FeedForwardSaved | None = None
+    hidden = block_input
+    if name is not None:
+        mixer, hidden = _mixer_block_forward(builder, context, layer, name, hidden, keep_input=keep_input)
+    if context.model.has_feed_forward(layer):
+        keep = keep_input and mixer is None
+        feed_forward, hidden = _feed_forward_block_forward(builder, context, layer, hidden, keep_input=keep)
+    return LayerSaved(mixer, feed_forward), hidden
+
+
+def _mixer_block_forward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    layer: int,
+    name: MixerName,
+    block_input: Tensor,
+    *,
+    keep_input: bool,
+) -> tuple[_MixerSaved, Tensor]:
+    mixer = MIXERS[name]
+    builder.module = mixer.module
+    keep_normalized = builder.keep_activations and not (mixer.recomputes_norm and _recomputes_norms(context))
+    normalized = _norm(builder, context, mixer.norm, layer)
+    inner, projected = mixer.forward(builder, context, layer, normalized, keep_input=keep_normalized)
+    output, mask = _bias_dropout_add(builder, context, mixer.residual, projected)
     if not keep_input:
         builder.forget_unless_kept(block_input, builder.last_row)
     offload(builder, context, layer, "attn_norm", [block_input])
+    norm = _NormSaved(block_input, normalized if keep_normalized else None)
+    return _MixerSaved(name, norm, inner, mask), output
 
+
+def _feed_forward_block_forward(
+    builder: ProgramBuilder, context: LoweringContext, layer: int, block_input: Tensor, *, keep_input: bool
+) -> tuple[_FeedForwardSaved, Tensor]:
     builder.module = "mlp"
+    keep_normalized = builder.keep_activations and not _recomputes_norms(context)
     normalized = _norm(builder, context, "pre_mlp_layernorm", layer)
     mlp, projected = _mlp_forward(builder, context, layer, normalized, keep_input=keep_normalized)
     # The router reads the norm's output as it is; so does an MLP that runs again.
     copied = context.recipe is not None and not context.freezes_weights
     if keep_normalized and copied and isinstance(mlp, MlpSaved):
         builder.discard(normalized)
-    mlp_norm = _NormSaved(middle, normalized if keep_normalized else None)
-    output, mlp_mask = _bias_dropout_add(builder, context, "mlp_residual", projected)
-    mlp_output: Tensor | None = None
+    norm = _NormSaved(block_input, normalized if keep_normalized else None)
+    output, mask = _bias_dropout_add(builder, context, "mlp_residual", projected)
+    kept_output: Tensor | None = None
     if builder.keep_activations and context.training.recompute.keeps_products:
-        mlp_output = builder.activation("mlp_output", context.hidden_bytes, builder.last_row)
-    builder.forget_unless_kept(middle, builder.last_row)
-    offload(builder, context, layer, "mlp_norm", [middle])
-    saved = LayerSaved(attention_norm, attention, mlp_norm, mlp, attention_mask, mlp_mask, mlp_output)
-    return saved, output
+        kept_output = builder.activation("mlp_output", context.hidden_bytes, builder.last_row)
+    if not keep_input:
+        builder.forget_unless_kept(block_input, builder.last_row)
+    offload(builder, context, layer, "mlp_norm", [block_input])
+    return _FeedForwardSaved(norm, mlp, mask, kept_output), output
 
 
 def _norm(builder: ProgramBuilder, context: LoweringContext, name: str, layer: int) -> Tensor:
@@ -119,15 +142,6 @@ def _norm(builder: ProgramBuilder, context: LoweringContext, name: str, layer: i
     )
     builder.parameter_rows.setdefault(context.module(layer, name), row)
     return builder.activation(f"{name}_output", size, row)
-
-
-def _copies_suffice(context: LoweringContext, attention: AttentionSaved) -> bool:
-    """Whether all that reads the norm's output in the backward of attention reads quantised copies of it."""
-    latent = attention.latent
-    reads_again = latent is not None and latent.query is None
-    return context.recipe is not None and not (
-        reads_again and "mla_up_proj" in context.training.recompute.modules
-    )
 
 
 def _recomputes_norms(context: LoweringContext) -> bool:
@@ -181,44 +195,59 @@ def layer_backward(
 ) -> Tensor:
     """Emit the backward pass of a layer; takes the gradient of its output, returns the gradient of its input."""
     builder.layer = layer
+    if saved.feed_forward is not None:
+        again = saved.mixer is not None and context.training.recompute.keeps_products
+        gradient = _feed_forward_block_backward(
+            builder, context, layer, saved.feed_forward, gradient, again=again
+        )
+    if saved.mixer is not None:
+        gradient = _mixer_block_backward(builder, context, layer, saved.mixer, gradient)
+    return gradient
+
+
+def _feed_forward_block_backward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    layer: int,
+    saved: _FeedForwardSaved,
+    gradient: Tensor,
+    *,
+    again: bool,
+) -> Tensor:
+    """Of an MLP or experts; with ``again`` the residual in front of them is computed again first."""
     builder.module = "mlp"
     begin_part(builder, context, layer, "mlp_norm")
-    if context.training.recompute.keeps_products:
+    if again:
         _residual_again(builder, context, saved)
-    branch = _residual_backward(builder, context, "mlp_residual", "fc2", saved.mlp_mask, gradient)
-    normalized = _normalized(builder, context, "pre_mlp_layernorm", layer, saved.mlp_norm)
+    branch = _residual_backward(builder, context, "mlp_residual", "fc2", saved.mask, gradient)
+    normalized = _normalized(builder, context, "pre_mlp_layernorm", layer, saved.norm)
     d_normalized = _mlp_backward(
-        builder, context, layer, saved.mlp, normalized, branch, owned=branch != gradient
+        builder, context, layer, saved.inner, normalized, branch, owned=branch != gradient
     )
     gradient = _norm_backward(
-        builder, context, "pre_mlp_layernorm", layer, saved.mlp_norm, d_normalized, gradient
+        builder, context, "pre_mlp_layernorm", layer, saved.norm, d_normalized, gradient
     )
     end_part(builder, context, layer, "mlp_norm")
-    builder.module = "self_attention"
+    return gradient
+
+
+def _mixer_block_backward(
+    builder: ProgramBuilder, context: LoweringContext, layer: int, saved: _MixerSaved, gradient: Tensor
+) -> Tensor:
+    mixer = MIXERS[saved.name]
+    builder.module = mixer.module
     begin_part(builder, context, layer, "attn_norm")
-    branch = _residual_backward(
-        builder, context, "attention_residual", "proj", saved.attention_mask, gradient
+    branch = _residual_backward(builder, context, mixer.residual, mixer.output_linear, saved.mask, gradient)
+    normalized = partial(_normalized, builder, context, mixer.norm, layer, saved.norm)
+    d_normalized = mixer.backward(
+        builder, context, layer, saved.inner, BlockGradient(branch, gradient), normalized
     )
-    attention = saved.attention
-    if context.stores_quantized:
-        attention = restored_attention(builder, context, attention)
-    begin_part(builder, context, layer, "attn_proj")
-    d_core = _projection_backward(builder, context, layer, attention, branch, gradient)
-    end_part(builder, context, layer, "attn_proj")
-    normalized = _normalized(builder, context, "input_layernorm", layer, saved.attention_norm)
-    begin_part(builder, context, layer, "core_attn")
-    begin_part(builder, context, layer, "qkv_linear")
-    d_normalized = attention_backward(builder, context, layer, attention, normalized, d_core)
-    end_part(builder, context, layer, "core_attn")
-    end_part(builder, context, layer, "qkv_linear")
-    gradient = _norm_backward(
-        builder, context, "input_layernorm", layer, saved.attention_norm, d_normalized, gradient
-    )
+    gradient = _norm_backward(builder, context, mixer.norm, layer, saved.norm, d_normalized, gradient)
     end_part(builder, context, layer, "attn_norm")
     return gradient
 
 
-def _residual_again(builder: ProgramBuilder, context: LoweringContext, saved: LayerSaved) -> None:
+def _residual_again(builder: ProgramBuilder, context: LoweringContext, saved: _FeedForwardSaved) -> None:
     """The residual behind attention, computed again from kept outputs (what is kept of it stands for those)."""
     size = context.hidden_bytes
     row = builder.memory_bound(
@@ -229,8 +258,8 @@ def _residual_again(builder: ProgramBuilder, context: LoweringContext, saved: La
         dtype=context.dtype,
         phase=Phase.RECOMPUTE,
     )
-    if saved.mlp_output is not None:
-        builder.release(saved.mlp_output, row)
+    if saved.output is not None:
+        builder.release(saved.output, row)
 
 
 def _normalized(
@@ -271,29 +300,6 @@ def _mlp_backward(
     return mlp_backward(builder, context, mlp, saved, normalized, d_output, owned=owned)
 
 
-def _projection_backward(
-    builder: ProgramBuilder,
-    context: LoweringContext,
-    layer: int,
-    saved: AttentionSaved,
-    branch: Tensor,
-    residual: Tensor,
-) -> Tensor:
-    """Backward of the output projection; its input may be what core attention's backward still reads."""
-    consumed: tuple[Tensor, ...] = ()
-    borrowed: tuple[Tensor, ...] = ()
-    if saved.output == saved.core.output:
-        borrowed = (saved.output,)
-    else:
-        consumed = (saved.output,)
-    if branch == residual:
-        borrowed = (*borrowed, branch)
-    else:
-        consumed = (*consumed, branch)
-    linear = layer_linear(context, layer, "proj")
-    return row_parallel_backward(builder, context, linear, branch, consumed=consumed, borrowed=borrowed)
-
-
 def _residual_backward(
     builder: ProgramBuilder,
     context: LoweringContext,
@@ -317,8 +323,7 @@ def _residual_backward(
         )
         builder.release(mask, row)
         gradient = builder.temporary(f"{name}_gradient", size, row)
-    has_bias = context.model.mlp_bias if linear == "fc2" else context.model.attention_output_bias
-    if has_bias and not context.freezes_weights:
+    if _has_bias(context, linear) and not context.freezes_weights:
         builder.memory_bound(
             f"{linear}_bias_gradient",
             OpKind.REDUCTION,
@@ -359,3 +364,9 @@ def _norm_backward(
     )
     builder.release(residual_gradient, row)
     return d_input
+
+
+def _has_bias(context: LoweringContext, linear: str) -> bool:
+    """Whether the last linear of a block has a bias that the residual addition adds."""
+    biases = {"fc2": context.model.mlp_bias, "proj": context.model.attention_output_bias}
+    return biases.get(linear, False)

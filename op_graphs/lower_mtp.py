@@ -55,7 +55,7 @@ class _InnerSaved:
     """What a head keeps between its inputs and its final norm; nothing of it where the head is recomputed."""
 
     joined: Tensor
-    layer: LayerSaved
+    layers: list[LayerSaved]
 
 
 @dataclass
@@ -83,7 +83,20 @@ class PredictionSaved:
 
 def prediction_units(context: LoweringContext) -> list[str]:
     """Units of weights of the heads, in forward order."""
-    return [str(context.model.layers + index) for index in range(context.model.mtp_layers)]
+    heads = range(context.model.distinct_prediction_heads)
+    return [str(context.model.layers + index) for index in heads]
+
+
+def _unit(context: LoweringContext, index: int) -> str:
+    """The unit of one head, which may be that of all."""
+    return prediction_units(context)[min(index, context.model.distinct_prediction_heads - 1)]
+
+
+def _inner_layers(context: LoweringContext, index: int) -> range:
+    """Layers of one head, by the numbers that continue those of the model."""
+    inner = context.model.prediction_layers
+    first = context.model.layers + index * inner
+    return range(first, first + inner)
 
 
 # -- forward -----------------------------------------------------------------------------------------------------
@@ -97,7 +110,8 @@ def prediction_forward(
     normalized = final_norm_forward(builder, context)
     heads: list[_HeadSaved] = []
     previous = normalized
-    for index, unit in enumerate(prediction_units(context)):
+    for index in range(context.model.mtp_layers):
+        unit = _unit(context, index)
         weights.enter("embedding", prefetch=False)
         embedded = _embed_shifted_tokens(builder, context, index)
         weights.leave("embedding")
@@ -113,7 +127,7 @@ def prediction_forward(
 
 
 def _embed_shifted_tokens(builder: ProgramBuilder, context: LoweringContext, index: int) -> Tensor:
-    builder.layer, builder.module = context.model.layers + index, "mtp.embedding"
+    builder.layer, builder.module = _inner_layers(context, index).start, "mtp.embedding"
     gathered = context.gathered_bytes
     row = builder.memory_bound(
         "mtp_word_embedding",
@@ -144,8 +158,9 @@ def _head_forward(
     builder.keep_activations = not recomputed
     inner, output = _inner_forward(builder, context, index)
     builder.keep_activations = True
-    builder.module = "mtp"
-    normalized = norm_forward(builder, context, "mtp_final_norm", _module(index, "final_layernorm"))
+    builder.layer, builder.module = _inner_layers(context, index).start, "mtp"
+    module = _module(context, index, "final_layernorm")
+    normalized = norm_forward(builder, context, "mtp_final_norm", module)
     return _HeadSaved(embedded, previous, None if recomputed else inner, output, normalized)
 
 
@@ -153,10 +168,10 @@ def _inner_forward(
     builder: ProgramBuilder, context: LoweringContext, index: int
 ) -> tuple[_InnerSaved, Tensor]:
     """Both norms, their concatenation, the projection and the layer."""
-    layer = context.model.layers + index
+    layer = _inner_layers(context, index).start
     builder.layer, builder.module = layer, "mtp"
-    embedded = norm_forward(builder, context, "mtp_embedding_norm", _module(index, "enorm"))
-    hidden = norm_forward(builder, context, "mtp_hidden_norm", _module(index, "hnorm"))
+    embedded = norm_forward(builder, context, "mtp_embedding_norm", _module(context, index, "enorm"))
+    hidden = norm_forward(builder, context, "mtp_hidden_norm", _module(context, index, "hnorm"))
     size = 2 * context.hidden_bytes
     row = builder.memory_bound("mtp_concatenate", OpKind.MEMCPY, read=size, written=size, dtype=context.dtype)
     builder.release(embedded, row)
@@ -168,13 +183,18 @@ def _inner_forward(
     if keep and context.recipe is not None:
         builder.discard(joined)
     projected = _gather_outputs(builder, context, linear, row)
-    saved, output = layer_forward(builder, context, layer, projected)
-    return _InnerSaved(joined, saved), output
+    hidden, layers = projected, list[LayerSaved]()
+    for inner in _inner_layers(context, index):
+        saved, hidden = layer_forward(builder, context, inner, hidden)
+        layers.append(saved)
+    return _InnerSaved(joined, layers), hidden
 
 
 def _projection(context: LoweringContext, index: int) -> Linear:
     hidden = context.model.hidden_size
-    return Linear("eh_proj", _module(index, "eh_proj"), 2 * hidden, hidden // context.tp, context.tokens)
+    return Linear(
+        "eh_proj", _module(context, index, "eh_proj"), 2 * hidden, hidden // context.tp, context.tokens
+    )
 
 
 def _gather_outputs(builder: ProgramBuilder, context: LoweringContext, linear: Linear, row: int) -> Tensor:
@@ -221,7 +241,7 @@ def prediction_backward(
     d_normalized = _losses_backward(builder, context, saved.heads)
     d_previous: Tensor | None = None
     for index in reversed(range(len(saved.heads))):
-        unit = prediction_units(context)[index]
+        unit = _unit(context, index)
         gradient = d_normalized[index]
         if d_previous is not None:
             _add_gradient(builder, context, d_previous)
@@ -261,10 +281,15 @@ def _head_backward(
     builder: ProgramBuilder, context: LoweringContext, index: int, saved: _HeadSaved, gradient: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of the embedded tokens and of the hidden states before the head."""
-    layer = context.model.layers + index
+    layer = _inner_layers(context, index).start
     builder.layer, builder.module = layer, "mtp"
     gradient = norm_backward(
-        builder, context, "mtp_final_norm", _module(index, "final_layernorm"), saved.layer_output, gradient
+        builder,
+        context,
+        "mtp_final_norm",
+        _module(context, index, "final_layernorm"),
+        saved.layer_output,
+        gradient,
     )
     inner = saved.inner
     if inner is None:
@@ -272,8 +297,9 @@ def _head_backward(
         inner, output = _inner_forward(builder, context, index)
         builder.release(output, builder.last_row)
         builder.phase = Phase.BACKWARD_INPUT
-    gradient = layer_backward(builder, context, layer, inner.layer, gradient)
-    builder.module = "mtp"
+    for number, saved_layer in zip(_inner_layers(context, index)[::-1], inner.layers[::-1], strict=True):
+        gradient = layer_backward(builder, context, number, saved_layer, gradient)
+    builder.layer, builder.module = layer, "mtp"
     linear = _projection(context, index)
     d_projected = _cut_columns(builder, context, linear, gradient)
     d_joined = column_parallel_backward(builder, context, linear, inner.joined, d_projected)
@@ -284,10 +310,10 @@ def _head_backward(
     builder.release(d_joined, row)
     halves = [builder.temporary(f"mtp_{name}_gradient", size / 2, row) for name in ("hidden", "embedding")]
     d_previous = norm_backward(
-        builder, context, "mtp_hidden_norm", _module(index, "hnorm"), saved.previous, halves[0]
+        builder, context, "mtp_hidden_norm", _module(context, index, "hnorm"), saved.previous, halves[0]
     )
     d_embedded = norm_backward(
-        builder, context, "mtp_embedding_norm", _module(index, "enorm"), saved.embedded, halves[1]
+        builder, context, "mtp_embedding_norm", _module(context, index, "enorm"), saved.embedded, halves[1]
     )
     return d_embedded, d_previous
 
@@ -323,5 +349,5 @@ def _embedding_backward(builder: ProgramBuilder, context: LoweringContext, gradi
         builder.release(gathered, builder.last_row)
 
 
-def _module(index: int, name: str) -> str:
-    return f"mtp.layers.{index}.{name}"
+def _module(context: LoweringContext, index: int, name: str) -> str:
+    return f"mtp.layers.{0 if context.model.mtp_repeated else index}.{name}"

@@ -156,7 +156,10 @@ class LoweringContext:
     def module(self, layer: int, path: str) -> str:
         """Module path of a part of a layer, as ``op_graphs.parameters`` names it; prediction heads come last."""
         if layer >= self.model.layers:
-            return f"mtp.layers.{layer - self.model.layers}.transformer_layer.{path}"
+            inner = self.model.prediction_layers
+            head, at = divmod(layer - self.model.layers, inner)
+            part = f"layers.{at}.{path}" if self.model.mtp_pattern else path
+            return f"mtp.layers.{0 if self.model.mtp_repeated else head}.transformer_layer.{part}"
         return f"{self.module_prefix}decoder.layers.{layer}.{path}"
 
     def unit(self, layer: int) -> str:

@@ -17,6 +17,10 @@ Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rotary", "learned", "none"]
 WindowKind = Literal["sliding", "chunked"]
 RouterScore = Literal["softmax", "sigmoid"]
+MixerName = Literal["attention", "state_space"]
+MIXER_LETTERS: dict[str, MixerName] = {"*": "attention", "M": "state_space"}
+"""Letters of patterns for what mixes tokens (``op_graphs.mixers``)."""
+MLP_LETTER, EXPERTS_LETTER = "-", "E"
 
 
 class ModelError(ValueError):
@@ -87,6 +91,36 @@ class LatentAttention:
     def qk_head_size(self) -> int:
         """Elements of one head of queries and keys."""
         return self.qk_nope_head_size + self.qk_rope_head_size
+
+
+@dataclass(frozen=True)
+class StateSpace:
+    """Mamba-2 layers (state-space duality; Dao and Gu 2024, arXiv:2405.21060), as Megatron-Core's ``MambaMixer``."""
+
+    heads: int
+    head_size: int = 64
+    state_size: int = 128
+    groups: int = 8
+    """Groups of heads that share the projections into and out of the state (B and C)."""
+    conv_width: int = 4
+    """Tokens that the causal convolution in front of the scan sees."""
+    chunk_size: int = 128
+    """Tokens that the scan multiplies as one matrix."""
+
+    @property
+    def inner_size(self) -> int:
+        """Elements of all heads of a token."""
+        return self.heads * self.head_size
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: the heads, B and C."""
+        return self.inner_size + 2 * self.groups * self.state_size
+
+    @property
+    def projection_size(self) -> int:
+        """Outputs of the projection in front: gate, channels of the convolution, and a step size for each head."""
+        return self.inner_size + self.conv_channels + self.heads
 
 
 @dataclass(frozen=True)
@@ -173,6 +207,8 @@ class LayerKind:
     window: int
     """Attention window in tokens; 0 is full attention."""
     rotary: bool
+    mixer: MixerName | None = "attention"
+    """What mixes tokens; None in a layer that is an MLP or experts and no more."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +264,16 @@ class ModelDescription:
     latent_attention: LatentAttention | None = None
     mtp_layers: int = 0
     """Multi-token prediction heads behind the last layer (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
+    layer_pattern: str = ""
+    """What each layer is, a letter a layer: one part and no more. ``M`` state space, ``*`` attention, ``-`` MLP, ``E``
+    experts (Megatron-LM ``--hybrid-layer-pattern``). Empty: every layer has a mixer and an MLP or experts."""
+    mixer_pattern: str = "*"
+    """Of layers that have both: a letter a layer for the mixer, repeated over the layers."""
+    mtp_pattern: str = ""
+    """Layers of one prediction head, as ``layer_pattern``; empty: one layer like the last."""
+    mtp_repeated: bool = False
+    """Whether all prediction heads are one, applied again and again (Megatron-LM ``--mtp-use-repeated-layer``)."""
+    state_space: StateSpace | None = None
     layer_overrides: tuple[LayerOverride, ...] = ()
     patches: PatchInput | None = None
     vision: VisionEncoder | None = None
@@ -264,10 +310,38 @@ class ModelDescription:
         """Whether there is an output head (over a vocabulary or classes) at all."""
         return self.vocab_size > 0
 
+    @property
+    def prediction_layers(self) -> int:
+        """Layers of one prediction head."""
+        return max(1, len(self.mtp_pattern))
+
+    @property
+    def distinct_prediction_heads(self) -> int:
+        """Prediction heads with parameters of their own."""
+        return min(self.mtp_layers, 1) if self.mtp_repeated else self.mtp_layers
+
+    def letter(self, layer: int) -> str:
+        """The letter of a layer that is one part and no more, by its global number; '' where layers have two."""
+        if layer >= self.layers and self.mtp_pattern:
+            return self.mtp_pattern[(layer - self.layers) % len(self.mtp_pattern)]
+        return self.layer_pattern[min(layer, self.layers - 1)] if self.layer_pattern else ""
+
+    def mixer(self, layer: int) -> MixerName | None:
+        """What mixes the tokens of a layer, by its global number; None where nothing does."""
+        pattern = self.mixer_pattern
+        letter = self.letter(layer) or pattern[min(layer, self.layers - 1) % len(pattern)]
+        return MIXER_LETTERS.get(letter)
+
+    def has_feed_forward(self, layer: int) -> bool:
+        """Whether a layer has an MLP or experts."""
+        return self.letter(layer) in ("", MLP_LETTER, EXPERTS_LETTER)
+
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer, by its global number, has experts; a prediction head (``layers`` and up) is as the last."""
         if self.moe is None:
             return False
+        if letter := self.letter(layer):
+            return letter == EXPERTS_LETTER
         layer = min(layer, self.layers - 1)
         forced = self._override(layer, "moe")
         if forced is not None:
@@ -284,8 +358,8 @@ class ModelDescription:
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == "w" else 0
 
     def layer_ffn_size(self, layer: int) -> int:
-        """Width of the dense MLP of a layer; 0 where it has experts."""
-        if self.is_moe_layer(layer):
+        """Width of the dense MLP of a layer; 0 where it has experts, or no MLP at all."""
+        if self.is_moe_layer(layer) or not self.has_feed_forward(layer):
             return 0
         forced = self._override(min(layer, self.layers - 1), "ffn_size")
         return self.ffn_size if forced is None else forced
@@ -307,6 +381,7 @@ class ModelDescription:
             self.layer_ffn_size(layer),
             self.attention_window(layer),
             self.is_rotary_layer(layer),
+            self.mixer(layer),
         )
 
     def padded_vocab(self, tp: int = 1) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .model import ModelError
 
@@ -45,6 +45,20 @@ def pattern_problem(value: object) -> str:
     if isinstance(value, str) and value and not set(value) - {"w", "f"} and len(value) <= MOST_LAYERS:
         return ""
     return f"must be letters w (window) and f (full attention), one a layer, not {shown(value)}"
+
+
+def layers_problem(letters: str, what: str, *, empty: bool = True) -> Callable[[object], str]:
+    """A check of a pattern of layers written in ``letters``, whose meanings ``what`` gives."""
+
+    def problem(value: object) -> str:
+        if isinstance(value, str) and (value or empty) and len(value) <= MOST_LAYERS:
+            wrong = next((at for at, letter in enumerate(value) if letter not in letters), None)
+            if wrong is None:
+                return ""
+            return f"character {wrong + 1}: {value[wrong]!r} means nothing; {what}, one a layer"
+        return f"must be letters, one a layer ({what}), not {shown(value)}"
+
+    return problem
 
 
 def choice_problem(value: object, choices: Sequence[str]) -> str:

@@ -12,7 +12,20 @@ from .model import MixtureOfExperts, ModelDescription
 
 def inconsistencies(model: ModelDescription) -> list[str]:
     """Everything that does not fit together in a model whose values are sound one by one."""
-    checks = (_heads, _vocabulary, _latent_attention, _experts, _windows, _overrides, _patches, _vision)
+    patterns = list(_patterns(model))
+    if patterns:
+        return patterns
+    checks = (
+        _heads,
+        _vocabulary,
+        _latent_attention,
+        _state_space,
+        _experts,
+        _windows,
+        _overrides,
+        _patches,
+        _vision,
+    )
     return [problem for check in checks for problem in check(model)]
 
 
@@ -23,6 +36,44 @@ def _heads(model: ModelDescription) -> Iterator[str]:
         yield f"kv_heads: {kv_heads} does not divide heads {heads}; the nearest that does is {near}"
     if model.positions == "rotary" and model.latent_attention is None and model.head_size % 2:
         yield f"head_size: rotary positions turn pairs of elements, {model.head_size} is odd"
+
+
+def _patterns(model: ModelDescription) -> Iterator[str]:
+    """What a pattern of layers asks for and the rest of the model does not have."""
+    pattern, heads = model.layer_pattern, model.mtp_pattern
+    if pattern and len(pattern) != model.layers:
+        yield f"layer_pattern: names {len(pattern)} layers, the model has {model.layers}; give a letter for each"
+    if pattern and model.mixer_pattern != "*":
+        yield f"mixer_pattern: {model.mixer_pattern}, but layer_pattern says what each layer is; leave one of them out"
+    if pattern and model.layer_overrides:
+        yield "layer_overrides: layer_pattern says what each layer is; leave out one of them"
+    if heads and not model.mtp_layers:
+        yield f"mtp_pattern: {heads}, but the model has no prediction heads; give mtp_layers"
+    if heads and not pattern:
+        yield f"mtp_pattern: {heads}, but layers are not given by layer_pattern; leave it out"
+    if pattern and model.mtp_layers and not heads:
+        yield f"mtp_layers: {model.mtp_layers} heads of layers that are not given; give mtp_pattern, as *E"
+    if model.mtp_repeated and model.mtp_layers < 2:
+        yield f"mtp_repeated: true, but there are {model.mtp_layers} prediction heads; leave it out, or give 2"
+    letters = set(pattern or model.mixer_pattern) | set(heads)
+    for letter, field, part in (("M", "state_space", model.state_space), ("E", "moe", model.moe)):
+        if letter in letters and part is None:
+            yield f"{field}: is missing; a pattern has layers of it ({letter})"
+    if model.state_space is not None and "M" not in letters:
+        yield "state_space: no layer is of it; give layer_pattern or mixer_pattern with M"
+    if pattern and model.moe is not None and "E" not in letters:
+        yield "moe: layer_pattern has no layer with experts; write E for each, or leave moe out"
+
+
+def _state_space(model: ModelDescription) -> Iterator[str]:
+    space = model.state_space
+    if space is None:
+        return
+    if space.heads % space.groups:
+        near = max(d for d in range(1, min(space.groups, space.heads) + 1) if space.heads % d == 0)
+        yield f"state_space.groups: {space.groups} does not divide the {space.heads} heads; nearest: {near}"
+    if not model.causal or model.patches is not None:
+        yield "state_space: its scan goes one way; set causal: true"
 
 
 def _vocabulary(model: ModelDescription) -> Iterator[str]:

@@ -22,6 +22,7 @@ from .model import (
     PatchInput,
     Positions,
     RouterScore,
+    StateSpace,
     VisionEncoder,
     WindowKind,
 )
@@ -30,6 +31,7 @@ from .model_checks import (
     MOST_LAYERS,
     choice_problem,
     factor_problem,
+    layers_problem,
     pattern_problem,
     probability_problem,
     shown,
@@ -72,6 +74,8 @@ def _source_problem(value: object) -> str:
 
 
 _LARGEST_IMAGE = 1 << 16
+_MIXERS = "* attention, M state space"
+_ONE_PART_LAYERS = layers_problem("*M-E", f"{_MIXERS}, - MLP, E experts")
 RULES: dict[type, dict[str, Check | Part]] = {
     ModelDescription: {
         "name": text_problem,
@@ -105,6 +109,11 @@ RULES: dict[type, dict[str, Check | Part]] = {
         "moe": Part(MixtureOfExperts),
         "latent_attention": Part(LatentAttention),
         "mtp_layers": _whole(0, 64),
+        "mtp_pattern": _ONE_PART_LAYERS,
+        "mtp_repeated": switch_problem,
+        "layer_pattern": _ONE_PART_LAYERS,
+        "mixer_pattern": layers_problem("*M", _MIXERS, empty=False),
+        "state_space": Part(StateSpace),
         "layer_overrides": Part(LayerOverride),
         "patches": Part(PatchInput),
         "vision": Part(VisionEncoder),
@@ -137,6 +146,14 @@ RULES: dict[type, dict[str, Check | Part]] = {
         "qk_rope_head_size": _whole(),
         "v_head_size": _whole(),
         "q_lora_rank": _whole(0),
+    },
+    StateSpace: {
+        "heads": _whole(1, 1_000_000),
+        "head_size": _whole(1, 1 << 16),
+        "state_size": _whole(1, 1 << 16),
+        "groups": _whole(1, 1_000_000),
+        "conv_width": _whole(1, 64),
+        "chunk_size": _whole(1, 1 << 16),
     },
     LayerOverride: {
         "first": _whole(0, MOST_LAYERS - 1),

@@ -7,17 +7,25 @@ mixture of experts those a token is sent to; they differ in attention under a ma
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 from .adapters import count_adapter_parameters
-from .model import MixtureOfExperts, ModelDescription, ModelError, WindowKind
+from .flops_conventions import CAUSAL_BY_CONVENTION, FlopsConvention, attended_tokens
+from .mixers import MIXERS
+from .model import MixtureOfExperts, ModelDescription, ModelError
 from .parameters import count_active_parameters, count_vision_parameters
 from .plan import LowRankAdapters
 
-FlopsConvention = Literal["operators", "palm", "megatron"]
-
-CAUSAL_BY_CONVENTION: dict[FlopsConvention, bool] = {"operators": True, "palm": False, "megatron": True}
-"""Whether the convention, as its source states it, counts only the half of attention that the causal mask leaves."""
+__all__ = [
+    "CAUSAL_BY_CONVENTION",
+    "FlopsConvention",
+    "attended_tokens",
+    "attention_flops_per_token",
+    "layer_matrix_elements",
+    "model_flops_per_token",
+    "mtp_flops_per_token",
+    "vision_flops_per_image",
+]
 
 
 def model_flops_per_token(
@@ -56,7 +64,7 @@ def model_flops_per_token(
     """
     _check(seq_len, tp, convention)
     attention = sum(
-        _attention_of_layer(model, layer, seq_len, causal, convention) for layer in range(model.layers)
+        _mixing_of_layer(model, layer, seq_len, causal, convention) for layer in range(model.layers)
     )
     if convention == "palm":
         matrices = float(_parameters_beside_embedding(model, seq_len))
@@ -79,19 +87,21 @@ def mtp_flops_per_token(
 ) -> float:
     """FLOPs of forward and backward of the heads for multi-token prediction, for one token; 0 without them.
 
-    A head is a linear of ``2 * hidden_size`` inputs, a layer like the last, and the output head once more. Megatron's
-    own total contains them (with the norms: 3 * hidden size).
+    A head is a linear of ``2 * hidden_size`` inputs, a layer like the last or those of its pattern, and the output head
+    once more. Megatron's own total contains them (with the norms, 3 * hidden size; of hybrid models without the
+    linear).
 
     Raises:
         ModelError: as :func:`model_flops_per_token`.
     """
     _check(seq_len, tp, convention)
-    hidden, layer = model.hidden_size, model.layers
+    hidden, inner = model.hidden_size, range(model.layers, model.layers + model.prediction_layers)
     vocab = model.padded_vocab(tp) if convention == "megatron" else model.vocab_size
-    matrices = 2 * hidden * hidden + vocab * hidden + layer_matrix_elements(model, layer, convention)
-    matrices += 3 * hidden if convention == "megatron" else 0
-    attention = _attention_of_layer(model, layer, seq_len, causal, convention)
-    return model.mtp_layers * (6.0 * matrices + 3 * attention)
+    matrices = vocab * hidden + sum(layer_matrix_elements(model, layer, convention) for layer in inner)
+    if convention != "megatron" or not model.mtp_pattern:
+        matrices += 2 * hidden * hidden + (3 * hidden if convention == "megatron" else 0)
+    mixing = sum(_mixing_of_layer(model, layer, seq_len, causal, convention) for layer in inner)
+    return model.mtp_layers * (6.0 * matrices + 3 * mixing)
 
 
 def vision_flops_per_image(model: ModelDescription) -> float:
@@ -114,32 +124,15 @@ def vision_flops_per_image(model: ModelDescription) -> float:
 
 def attention_flops_per_token(model: ModelDescription, seq_len: int, causal: bool) -> float:
     """Forward FLOPs of the two attention products (scores, and scores times values) of all layers, for one token."""
-    return sum(
-        _attention_of_layer(model, layer, seq_len, causal, "operators") for layer in range(model.layers)
-    )
-
-
-def attended_tokens(seq_len: int, window: int, kind: WindowKind, causal: bool) -> float:
-    """Tokens that a token attends to, on average over a sequence; ``window`` 0 is full attention.
-
-    Under a causal mask that is half of the sequence (the diagonal counts half, as published figures have it). A
-    sliding window takes what lies before it away: the last ``window`` tokens of the triangle remain,
-    window - window^2 / (2 seq_len). A chunked one leaves a triangle in each chunk.
-    """
-    if window == 0 or window >= seq_len:
-        return seq_len / 2 if causal else float(seq_len)
-    if kind == "chunked":
-        rest = seq_len % window
-        pairs = seq_len // window * window**2 + rest**2
-        return pairs / seq_len / (2 if causal else 1)
-    return window - window**2 / (2 * seq_len) if causal else float(window)
+    return sum(_mixing_of_layer(model, layer, seq_len, causal, "operators") for layer in range(model.layers))
 
 
 def layer_matrix_elements(
     model: ModelDescription, layer: int = 0, convention: FlopsConvention = "operators"
 ) -> int:
     """Elements of the matrices of a layer that a token passes through: multiply-adds of its linears."""
-    count = _attention_matrix_elements(model, convention)
+    name = model.mixer(layer)
+    count = MIXERS[name].matrix_elements(model, convention) if name else 0
     matrices = 3 if model.gated else 2
     if model.moe is None or not model.is_moe_layer(layer):
         return count + matrices * model.hidden_size * model.layer_ffn_size(layer)
@@ -150,18 +143,6 @@ def layer_matrix_elements(
 
 def _router_matrix_elements(model: ModelDescription, moe: MixtureOfExperts) -> int:
     return model.hidden_size * (moe.experts + moe.shared_gate)
-
-
-def _attention_matrix_elements(model: ModelDescription, convention: FlopsConvention) -> int:
-    hidden, latent = model.hidden_size, model.latent_attention
-    if latent is None:
-        return hidden * (2 * model.query_size + 2 * model.kv_size)
-    norm = 1 if convention == "megatron" else 0
-    rank = latent.q_lora_rank
-    query = rank * (hidden + model.query_size + norm) if rank else hidden * model.query_size
-    up = model.heads * (latent.qk_nope_head_size + latent.v_head_size)
-    key_value = latent.kv_lora_rank * (hidden + up + norm) + hidden * latent.qk_rope_head_size
-    return query + key_value + model.attention_output_size * hidden
 
 
 def _end_matrix_elements(
@@ -179,19 +160,13 @@ def _end_matrix_elements(
     return (head + patches * model.patches.patch_elements * model.hidden_size) / seq_len
 
 
-def _attention_of_layer(
+def _mixing_of_layer(
     model: ModelDescription, layer: int, seq_len: int, causal: bool | None, convention: FlopsConvention
 ) -> float:
-    """Forward FLOPs of the two attention products of a layer, for one token."""
+    """Forward FLOPs of a layer's products of tokens with tokens, or with a state, for one token."""
     halved = (CAUSAL_BY_CONVENTION[convention] if causal is None else causal) and model.causal
-    window = model.attention_window(layer)
-    if convention == "palm":
-        attended = attended_tokens(seq_len, 0, model.window_kind, halved)
-    elif convention == "megatron":
-        attended = attended_tokens(min(seq_len, window or seq_len), 0, model.window_kind, halved)
-    else:
-        attended = attended_tokens(seq_len, window, model.window_kind, halved)
-    return 2.0 * (model.query_size + model.attention_output_size) * attended
+    name = model.mixer(layer)
+    return MIXERS[name].mixing_flops(model, layer, seq_len, convention, causal=halved) if name else 0.0
 
 
 def _parameters_beside_embedding(model: ModelDescription, seq_len: int) -> int:

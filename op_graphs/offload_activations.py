@@ -82,7 +82,12 @@ def _stays(context: LoweringContext, layer: int, part: str) -> bool:
 
 
 def _has(context: LoweringContext, layer: int, part: str) -> bool:
-    return part not in ("expert_fc1", "moe_act") or context.model.is_moe_layer(layer)
+    model = context.model
+    if part in ("expert_fc1", "moe_act"):
+        return model.is_moe_layer(layer)
+    if part == "mlp_norm":
+        return model.has_feed_forward(layer)
+    return (part == "attn_norm" and model.mixer(layer) is not None) or model.mixer(layer) == "attention"
 
 
 # -- backward ----------------------------------------------------------------------------------------------------

@@ -15,9 +15,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .adapters import count_adapter_parameters
 from .model import ModelDescription, ModelError
-from .parameters_checks import expert_parallel_problem, local_kv_heads, tensor_parallel_problem
-from .parameters_shards import ParameterTensor, Role, Shards, elements_of
+from .parameters_checks import expert_parallel_problem, tensor_parallel_problem
+from .parameters_shards import Shards
+from .parameters_tensors import ParameterTensor, Role, elements_of, local_kv_heads
+from .plan import LowRankAdapters
 
 __all__ = [
     "ParameterTensor",
@@ -25,6 +28,7 @@ __all__ = [
     "count_active_parameters",
     "count_mtp_parameters",
     "count_parameters",
+    "count_trained_parameters",
     "count_vision_parameters",
     "elements_of",
     "expert_parallel_problem",
@@ -74,16 +78,29 @@ def count_active_parameters(model: ModelDescription, seq_len: int = 0, with_embe
     return total - moe_layers * idle * _elements_of_an_expert(model)
 
 
+def count_trained_parameters(model: ModelDescription, lora: LowRankAdapters | None, seq_len: int = 0) -> int:
+    """Parameters that a step updates: those of the model, or of the adapters beside it.
+
+    Raises:
+        ModelError: as :func:`count_parameters`.
+    """
+    if lora is None:
+        return count_parameters(model, seq_len=seq_len)
+    return count_adapter_parameters(model, lora)
+
+
 def count_mtp_parameters(model: ModelDescription, active: bool = False) -> int:
     """Parameters of the heads for multi-token prediction, without the embedding and output head that they share.
 
     ``active`` leaves out the experts not chosen for a token.
     """
     shards = Shards(model, tp=1, sequence_parallel=False, vocab_rows=model.vocab_size)
-    count = sum(elements_of(shards.prediction_head(index)) for index in range(model.mtp_layers))
-    if active and model.moe is not None and model.is_moe_layer(model.layers):
-        idle = model.moe.experts - model.moe.top_k
-        count -= model.mtp_layers * idle * _elements_of_an_expert(model)
+    heads = range(model.distinct_prediction_heads)
+    count = sum(elements_of(shards.prediction_head(index)) for index in heads)
+    if active and model.moe is not None:
+        inner = range(model.layers, model.layers + model.prediction_layers)
+        idle = (model.moe.experts - model.moe.top_k) * sum(map(model.is_moe_layer, inner))
+        count -= len(heads) * idle * _elements_of_an_expert(model)
     return count
 
 
@@ -139,7 +156,7 @@ def parameters_on_stage(
     if with_mtp:
         if not has_embedding and not (has_head and model.tied_embeddings):
             tensors.append(shards.vocabulary("embedding.word_embeddings.weight", "embedding", tied=True))
-        for index in range(model.mtp_layers):
+        for index in range(model.distinct_prediction_heads):
             tensors += shards.prediction_head(index)
     if has_head:
         tensors += shards.head(tied_to_embedding=model.tied_embeddings and has_embedding)

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
+from .mixers import MIXERS, Mixer
 from .model import ModelDescription
 
 _LARGEST_ADVICE = 1 << 12
-
-
-def local_kv_heads(model: ModelDescription, tp: int) -> int:
-    """Key-value heads on each rank: their share, or one where ranks outnumber them (the head is replicated).
-
-    Megatron-Core does not replicate in that case: it cuts the QKV weight evenly all the same and gathers the
-    projected heads. Replication is what most other frameworks do, and what is modelled here.
-    """
-    return max(model.kv_heads // tp, 1)
 
 
 def dense_ffn_sizes(model: ModelDescription) -> list[int]:
@@ -21,17 +13,26 @@ def dense_ffn_sizes(model: ModelDescription) -> list[int]:
     return sorted({model.layer_ffn_size(layer) for layer in range(model.layers)} - {0})
 
 
+def mixers_of(model: ModelDescription) -> list[Mixer]:
+    """The mixers that layers and prediction heads of a model have, in the order of the registry."""
+    layers = range(model.layers + (model.prediction_layers if model.mtp_layers else 0))
+    found = {model.mixer(layer) for layer in layers}
+    return [mixer for name, mixer in MIXERS.items() if name in found]
+
+
 def tensor_parallel_problem(model: ModelDescription, tp: int) -> str:
     """Why the model cannot be cut over ``tp`` ranks, with the nearest degree that fits; '' if it can.
 
-    Heads (of latent attention too), dense FFN widths and the shared experts' width must divide by ``tp``; key-value
-    heads must divide by it, or it by them. A vision encoder inside the model is cut alike. The vocabulary is padded,
-    so any ``tp`` fits it; routed experts are cut by another degree, see :func:`expert_parallel_problem`.
+    Mixers must be cut evenly (``op_graphs.mixers``: heads of attention, heads and groups of a state space); dense FFN
+    widths and the shared experts' width must divide by ``tp``. A vision encoder inside the model is cut alike. The
+    vocabulary is padded, so any ``tp`` fits it; routed experts are cut by another degree, see
+    :func:`expert_parallel_problem`.
     """
     reasons = _misfits(model, tp)
     if not reasons:
         return ""
-    legal = [degree for degree in range(1, model.heads + 1) if not _misfits(model, degree)]
+    most = max((mixer.most_ranks(model) for mixer in mixers_of(model)), default=1)
+    legal = [degree for degree in range(1, most + 1) if not _misfits(model, degree)]
     nearest = min(legal, key=lambda degree: (abs(degree - tp), degree))
     return f"tp {tp} does not fit {model.name}: {'; '.join(reasons)}. The nearest tp that fits is {nearest}"
 
@@ -66,14 +67,10 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 def _misfits(model: ModelDescription, tp: int) -> list[str]:
     if tp < 1:
         return ["it must be at least 1"]
-    reasons = []
-    if model.heads % tp:
-        reasons.append(f"{model.heads} heads do not divide by it")
+    reasons = [reason for mixer in mixers_of(model) for reason in mixer.misfits(model, tp)]
     reasons += [f"ffn_size {size} does not divide by it" for size in dense_ffn_sizes(model) if size % tp]
     if model.moe is not None and model.moe.shared_ffn_size % tp:
         reasons.append(f"shared_ffn_size {model.moe.shared_ffn_size} does not divide by it")
-    if model.kv_heads % tp and tp % model.kv_heads:
-        reasons.append(f"{model.kv_heads} key-value heads do not divide by it, nor it by them")
     if model.vision is not None:
         reasons += [f"vision encoder: {reason}" for reason in _misfits(model.vision.encoder, tp)]
     return reasons

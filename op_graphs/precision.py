@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .parameters import ParameterTensor
+from .parameters_tensors import ParameterTensor
 from .vocabulary import DType
 
 BLACKWELL = 100

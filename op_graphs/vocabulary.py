@@ -33,6 +33,8 @@ class OpKind(IntEnum):
     P2P = 18
     HOST = 19
     ANNOTATION = 20
+    SCAN = 21
+    """A kernel of a recurrence over chunks of a sequence (state spaces)."""
 
     @property
     def is_communication(self) -> bool:

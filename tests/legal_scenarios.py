@@ -21,6 +21,7 @@ LATENT = {
     "qk_rope_head_size": 8,
     "v_head_size": 16,
 }
+SPACE = {"heads": 16, "head_size": 16, "state_size": 16, "groups": 16, "chunk_size": 16}
 EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn_size": 64, "aux_loss": True}
 RECOMPUTE: list[Any] = [
     "none",
@@ -73,6 +74,14 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
             "shared_ffn_size": draw(st.sampled_from([0, 64])),
             "first_dense_layers": draw(st.sampled_from([0, 1])),
         }
+    kind = draw(st.integers(0, 5))
+    if kind == 0:
+        model |= {"mixer_pattern": draw(st.sampled_from(["M", "M*"])), "state_space": SPACE}
+    elif kind == 1:
+        pattern = "ME*-" if "moe" in model else draw(st.sampled_from(["M*M-", "MM-M"]))
+        model |= {"layer_pattern": pattern, "state_space": SPACE}
+        if model["mtp_layers"]:
+            model |= {"mtp_pattern": "*-"}
     return model
 
 

@@ -269,10 +269,15 @@ def preset_scenario(name: str, **changes: Any) -> Scenario:
 
     Skips what is not simulated yet.
     """
+    model = load_model(name)
     # An image with its class token is of odd length, and as long as it is.
-    reads_images = load_model(name).patches is not None
+    reads_images = model.patches is not None
+    cut: dict[str, Any] = {"base": name, "layers": 6}
+    if model.layer_pattern:
+        first = model.layer_pattern.index("*") - 3
+        cut["layer_pattern"] = model.layer_pattern[first : first + 6]
     mapping: Mapping[str, Any] = {
-        "model": {"base": name, "layers": 6},
+        "model": cut,
         "hardware": "h100-sxm",
         "parallel": {"tp": 2, "sp": not reads_images, "pp": 2, "dp": 2},
         "training": {"num_microbatches": 2, **({} if reads_images else {"seq_len": 256}), **changes},

@@ -74,6 +74,16 @@ KERNELS = {
         "void cudnn::cnn::wgrad_alg0_engine<float, 128, 6, 7, 3, 3, 5, false, 512>(...)",
         "volta_scudnn_winograd_128x128_ldg1_ldg4_relu_tile148t_nt_v1",
         "igemm_bwd_gtcx3_nhwc_bf16_bx0_ex1_bt128x128x32",
+        "void causal_conv1d_channellast_fwd_kernel<Causal_conv1d_channellast_fwd_kernel_traits<128, 4, 64>>(...)",
+    ],
+    "SCAN": [
+        "_chunk_scan_fwd_kernel",
+        "_state_passing_bwd_kernel",
+        "_chunk_scan_chunk_state_bwd_dx_kernel",
+        "_bmm_chunk_fwd_kernel",
+        "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+        "chunk_bwd_kernel_dqkwg",
+        "chunk_scaled_dot_kkt_fwd_kernel",
     ],
     "OPTIMIZER": [
         "void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>, float>(...)",

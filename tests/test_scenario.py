@@ -145,8 +145,8 @@ def test_a_wrong_field_is_named_with_its_value_and_the_nearest_choice(changes, s
     [
         (
             {"parallel__tp": 3, "training__seq_len": 4095},
-            "parallel.tp: 3 (from scenario) does not fit llama3-8b: 32 heads do not divide by it; ffn_size 14336 does "
-            "not divide by it; 8 key-value heads do not divide by it, nor it by them. The nearest tp that fits is 2",
+            "parallel.tp: 3 (from scenario) does not fit llama3-8b: 32 heads do not divide by it; 8 key-value heads "
+            "do not divide by it, nor it by them; ffn_size 14336 does not divide by it. The nearest tp that fits is 2",
         ),
         ({"parallel__tp": 64}, "32 heads do not divide by it. The nearest tp that fits is 32"),
         (

@@ -64,6 +64,11 @@ _KERNELS = _compiled(
         (OpKind.MEMCPY, r"__amd_rocclr_copyBuffer|^memcpy"),
         (OpKind.PERMUTE, r"reshape_and_cache|store_?kv_?cache|concat_and_cache"),
         (OpKind.ELEMENTWISE, r"rotary|\brope|_rope|rope_"),
+        (OpKind.SCAN, r"chunk_(scan|state|cumsum)|state_passing|bmm_chunk|selective_scan"),
+        (
+            OpKind.SCAN,
+            r"delta_rule|chunk_(fwd|bwd)_kernel_\w|scaled_dot_kkt|solve_tril|wy_repr|chunk_local_cumsum",
+        ),
         (OpKind.ATTENTION, r"flash|fmha|attention|attn|\bmha_|_mha_|sdpa|mla_(fwd|bwd|decode)|mem_?eff"),
         (
             OpKind.PERMUTE,

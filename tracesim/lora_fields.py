@@ -111,6 +111,8 @@ def check_lora(
     unplaced = [
         name
         for name, has in (
+            ("layers of one part", bool(model.layer_pattern)),
+            ("state spaces", model.state_space is not None),
             ("experts", model.moe is not None),
             ("latent attention", model.latent_attention is not None),
             ("heads for multi-token prediction", model.mtp_layers > 0),

@@ -10,6 +10,7 @@ import math
 
 from op_graphs.context_parallel.switched import a2a_degree
 from op_graphs.model import ModelDescription
+from op_graphs.parameters_checks import mixers_of
 from op_graphs.plan import LibraryPlan, ParallelPlan, TrainingPlan
 
 from .scenario_fields import Problems
@@ -94,6 +95,11 @@ def check_context_parallel(
         return
     if training.attention == "unfused":
         problems.add("training.attention", training.attention, "cannot run with cp > 1; set attention: flash")
+    for mixer in mixers_of(model):
+        if problem := mixer.context_parallel_problem(model, parallel.tp, parallel.cp):
+            problems.add("parallel.cp", parallel.cp, problem)
+    if not any(model.mixer(layer) == "attention" for layer in range(model.layers)):
+        return
     kv_heads = max(1, (model.heads if model.latent_attention else model.kv_heads) // parallel.tp)
     windowed = any(model.attention_window(layer) for layer in range(model.layers))
     if windowed and parallel.cp_comm in ("p2p", "a2a+p2p"):
@@ -165,7 +171,12 @@ def check_sharding(parallel: ParallelPlan, problems: Problems) -> None:
 def check_recompute(model: ModelDescription, training: TrainingPlan, problems: Problems) -> None:
     """Note recompute modules the model does not have."""
     if training.recompute.keeps_products and problems.sound("training.recompute"):
-        if model.latent_attention is not None:
+        if model.layer_pattern or model.state_space is not None:
+            problems.note(
+                "training.recompute.keep",
+                f"knows layers of attention and an MLP, {model.name} has others; use modules",
+            )
+        elif model.latent_attention is not None:
             problems.note(
                 "training.recompute.keep", f"does not know the latent attention of {model.name}; use modules"
             )
@@ -178,7 +189,9 @@ def check_recompute(model: ModelDescription, training: TrainingPlan, problems: P
         return
     layers = range(model.layers)
     has = {
-        "mlp": any(not model.is_moe_layer(layer) for layer in layers),
+        "core_attn": any(model.mixer(layer) == "attention" for layer in layers),
+        "layernorm": True,
+        "mlp": any(model.layer_ffn_size(layer) for layer in layers),
         "moe": model.moe is not None,
         "moe_act": model.moe is not None,
         "shared_experts": model.moe is not None and model.moe.shared_ffn_size > 0,
@@ -186,7 +199,7 @@ def check_recompute(model: ModelDescription, training: TrainingPlan, problems: P
     }
     for module in training.recompute.modules:
         if not has.get(module, True):
-            possible = [name for name in ("core_attn", "layernorm", *has) if has.get(name, True)]
+            possible = [name for name, found in has.items() if found]
             problems.add(path, module, f"{model.name} has no such module; it has {', '.join(possible)}")
     if "moe" in training.recompute.modules and {"moe_act", "shared_experts"} & set(
         training.recompute.modules

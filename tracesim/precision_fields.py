@@ -12,6 +12,7 @@ from typing import Any
 from hardware_profiles.profile import HardwareProfile
 from op_graphs.model import ModelDescription
 from op_graphs.optimizers import OPTIMIZERS
+from op_graphs.parameters_checks import mixers_of
 from op_graphs.plan import OptimizerDTypes, ParallelPlan, TrainingPlan
 from op_graphs.precision import BLACKWELL
 from op_graphs.vocabulary import DType
@@ -181,8 +182,10 @@ def _check_storage(dtype: str, parallel: ParallelPlan, training: TrainingPlan, p
 def _check_widths(dtype: str, model: ModelDescription, parallel: ParallelPlan, problems: Problems) -> None:
     multiple = _MULTIPLES.get(dtype, _MULTIPLE)
     layers = range(model.layers)
-    widths = {"hidden_size": model.hidden_size, "query width": model.query_size // parallel.tp}
-    dense = {model.layer_ffn_size(layer) for layer in layers if not model.is_moe_layer(layer)}
+    widths = {"hidden_size": model.hidden_size}
+    for mixer in mixers_of(model):
+        widths.update(mixer.widths(model, parallel.tp))
+    dense = {model.layer_ffn_size(layer) for layer in layers} - {0}
     widths.update({f"ffn width {size}": size // parallel.tp for size in sorted(dense)})
     if model.moe is not None:
         widths["expert width"] = model.moe.expert_ffn_size // parallel.etp

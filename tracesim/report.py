@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from op_graphs.adapters import count_trained_parameters
 from op_graphs.columns import Int8
 from op_graphs.graph import OpGraph
-from op_graphs.parameters import count_active_parameters, count_parameters
+from op_graphs.parameters import count_active_parameters, count_parameters, count_trained_parameters
 from op_graphs.stage_layout import layers_per_stage
 from op_graphs.vocabulary import ROLE_DIMENSIONS, STREAM_ROLES, MemoryCategory, Phase, Stream
 

@@ -29,7 +29,14 @@ from .memory_bound import ACCESS_OF_KIND, achieved_bandwidth, memory_bound_ns
 NANOSECONDS_PER_MICROSECOND = 1e3
 FREE_KINDS = frozenset({OpKind.HOST, OpKind.ANNOTATION})
 MULTIPLYING_KINDS = frozenset(
-    {OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.ATTENTION, OpKind.CONVOLUTION, OpKind.OTHER}
+    {
+        OpKind.GEMM,
+        OpKind.GROUPED_GEMM,
+        OpKind.ATTENTION,
+        OpKind.CONVOLUTION,
+        OpKind.SCAN,
+        OpKind.OTHER,
+    }
 )
 
 _PEAK_NAMES: dict[DType, tuple[str, ...]] = {

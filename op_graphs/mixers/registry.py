@@ -1,0 +1,14 @@
+"""Mixers by name."""
+
+from __future__ import annotations
+
+from ..model import MixerName
+from .attention import Attention
+from .mixer import Mixer
+from .state_space import StateSpaceMixer
+
+MIXERS: dict[MixerName, Mixer] = {
+    "attention": Attention(),
+    "state_space": StateSpaceMixer(),
+}
+"""Letters of patterns for each are in ``op_graphs.model.MIXER_LETTERS``."""
