@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,44 +36,50 @@ class Table:
         ValueError: if the columns differ in length; the message names two columns and both lengths.
     """
 
+    _known_columns: ClassVar[tuple[tuple[str, type[np.generic]], ...]] = ()
+
+    @classmethod
+    def _columns(cls) -> tuple[tuple[str, type[np.generic]], ...]:
+        """Name and dtype of each column; kept, since a large step asks a hundred thousand times."""
+        if "_known_columns" not in cls.__dict__:
+            cls._known_columns = tuple((c.name, _DTYPES[str(c.type)]) for c in fields(cls))  # type: ignore[arg-type]
+        return cls._known_columns
+
     def __post_init__(self) -> None:
         length: int | None = None
         first = ""
-        for column in fields(self):  # type: ignore[arg-type]
-            array = np.ascontiguousarray(getattr(self, column.name), dtype=_DTYPES[str(column.type)])
+        for name, dtype in self._columns():
+            array = np.ascontiguousarray(getattr(self, name), dtype=dtype)
             if array.ndim != 1:
-                raise ValueError(
-                    f"{type(self).__name__}.{column.name} must be one-dimensional, not {array.ndim}-d"
-                )
+                raise ValueError(f"{type(self).__name__}.{name} must be one-dimensional, not {array.ndim}-d")
             if length is None:
-                length, first = len(array), column.name
+                length, first = len(array), name
             elif len(array) != length:
                 raise ValueError(
-                    f"{type(self).__name__}: column {column.name} has {len(array)} rows, {first} has {length}"
+                    f"{type(self).__name__}: column {name} has {len(array)} rows, {first} has {length}"
                 )
             if array.flags.writeable:
                 # A view, so that freezing the column does not freeze the caller's array under its feet.
                 array = array.view()
                 array.flags.writeable = False
-            object.__setattr__(self, column.name, array)
+            object.__setattr__(self, name, array)
 
     def __len__(self) -> int:
-        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
+        return len(getattr(self, self._columns()[0][0]))
 
     def take(self: _TableType, rows: npt.NDArray[Any]) -> _TableType:
         """The rows selected by an index or boolean array, in that order."""
-        columns = {c.name: getattr(self, c.name)[rows] for c in fields(self)}  # type: ignore[arg-type]
-        return type(self)(**columns)
+        return type(self)(**{name: getattr(self, name)[rows] for name, _ in self._columns()})
 
     def with_columns(self: _TableType, **columns: npt.NDArray[Any]) -> _TableType:
         """A copy with some columns replaced."""
-        current = {c.name: getattr(self, c.name) for c in fields(self)}  # type: ignore[arg-type]
+        current = {name: getattr(self, name) for name, _ in self._columns()}
         return type(self)(**{**current, **columns})
 
     @classmethod
     def empty(cls: type[_TableType]) -> _TableType:
         """A table without rows."""
-        return cls(**{c.name: np.empty(0) for c in fields(cls)})  # type: ignore[arg-type]
+        return cls(**{name: np.empty(0) for name, _ in cls._columns()})
 
     @classmethod
     def concatenate(cls: type[_TableType], tables: Iterable[_TableType]) -> _TableType:
@@ -81,7 +87,9 @@ class Table:
         parts = list(tables)
         if not parts:
             return cls.empty()
-        return cls(**{c.name: np.concatenate([getattr(t, c.name) for t in parts]) for c in fields(cls)})  # type: ignore[arg-type]
+        return cls(
+            **{name: np.concatenate([getattr(part, name) for part in parts]) for name, _ in cls._columns()}
+        )
 
     @classmethod
     def from_rows(cls: type[_TableType], rows: Iterable[dict[str, Any]], **defaults: Any) -> _TableType:  # noqa: ANN401
@@ -89,11 +97,11 @@ class Table:
         listed = list(rows)
         return cls(
             **{
-                c.name: np.array(
-                    [row[c.name] if c.name in row else defaults[c.name] for row in listed],
-                    dtype=_DTYPES[str(c.type)],
+                name: np.array(
+                    [row[name] if name in row else defaults[name] for row in listed],
+                    dtype=dtype,
                 )
-                for c in fields(cls)  # type: ignore[arg-type]
+                for name, dtype in cls._columns()
             }
         )
 

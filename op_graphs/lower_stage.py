@@ -76,7 +76,8 @@ class Chunk:
 class ChunkPrograms:
     """Programs of a chunk; ``first``/``last`` are the variants with data-parallel communication.
 
-    The backward exists whole, and split into one for the input and one for the weights (zero-bubble schedules).
+    The backward exists whole, and for schedules that split it (zero-bubble ones) as one for the input and one for the
+    weights; None for others.
     """
 
     chunk: Chunk
@@ -84,9 +85,9 @@ class ChunkPrograms:
     forward_first: Program
     backward: Program
     backward_last: Program
-    backward_input: Program
-    backward_weight: Program
-    backward_weight_last: Program
+    backward_input: Program | None
+    backward_weight: Program | None
+    backward_weight_last: Program | None
     parameters: tuple[ParameterTensor, ...]
     buckets: tuple[Bucket, ...]
     sent_bytes: int | None = None
@@ -123,8 +124,8 @@ class _ForwardSaved:
     """Gathered weights that stay until the backward pass, by unit."""
 
 
-def lower_chunk(context: LoweringContext, chunk: Chunk) -> ChunkPrograms:
-    """Lower a model chunk to its programs."""
+def lower_chunk(context: LoweringContext, chunk: Chunk, *, splits_backward: bool = True) -> ChunkPrograms:
+    """Lower a model chunk to its programs; the split backward only with ``splits_backward``."""
     parameters = parameters_on_stage(
         context.model,
         chunk.layers,
@@ -148,16 +149,17 @@ def lower_chunk(context: LoweringContext, chunk: Chunk) -> ChunkPrograms:
     gathers = rules.zero >= 1 and not rules.gathers_by_unit and in_forward
     always = tuple(filter(rules.reduces, buckets)) if rules.reduces_every_microbatch else ()
     last = always or (tuple(filter(rules.reduces, buckets)) if in_backward else ())
-    split = lowering.backward(builder, saved, (), split=True)
+    split = lowering.backward(builder, saved, (), split=True) if splits_backward else None
+    backward = lowering.backward(builder, saved, always).build()
     return ChunkPrograms(
         chunk=chunk,
         forward=forward,
         forward_first=lowering.forward_first(gathers=gathers) if gathers or context.recipe else forward,
-        backward=lowering.backward(builder, saved, always).build(),
-        backward_last=lowering.backward(builder, saved, last).build(),
-        backward_input=split.build(),
-        backward_weight=lowering.backward_weight(builder, split, always),
-        backward_weight_last=lowering.backward_weight(builder, split, last),
+        backward=backward,
+        backward_last=lowering.backward(builder, saved, last).build() if last != always else backward,
+        backward_input=split.build() if split is not None else None,
+        backward_weight=lowering.backward_weight(builder, split, always) if split is not None else None,
+        backward_weight_last=lowering.backward_weight(builder, split, last) if split is not None else None,
         parameters=tuple(parameters),
         buckets=buckets,
         sent_bytes=round(image_token_bytes(context)) if lowering.encodes_alone else None,

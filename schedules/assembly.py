@@ -28,6 +28,7 @@ from op_graphs.program import GraphNames, Program, ProgramBuffers
 from op_graphs.vocabulary import Communication, OpKind, Phase, Stream
 
 from .actions import Action, ActionKind, Schedule, ScheduleError
+from .copies import ProgramCopies
 from .interleave import Interleaved, interleave
 from .order import requirements
 
@@ -95,6 +96,23 @@ class _Part:
         return self.base + self.program.lead
 
 
+@dataclass(frozen=True)
+class _Streams:
+    """The streams of a program."""
+
+    rows: int
+    opens_beside_compute: bool
+    """Whether its first operation that does not start ahead is on another stream than compute."""
+    last_rows: tuple[tuple[int, int], ...]
+    """Its streams, with the last row on each."""
+
+    @classmethod
+    def of(cls, program: Program) -> _Streams:
+        streams = program.operations.stream.tolist()
+        opens = bool(streams) and streams[program.lead] != Stream.COMPUTE
+        return cls(len(streams), opens, tuple({stream: row for row, stream in enumerate(streams)}.items()))
+
+
 @dataclass
 class _RankState:
     """Where a rank's row stands."""
@@ -126,7 +144,7 @@ class _Assembly:
             for chunk in rank.chunks
             if chunk.sent_bytes is not None
         }
-        self._stream_rows: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._stream_rows: dict[int, _Streams] = {}
         self._pairs: dict[tuple[int, int], Interleaved] = {}
         self.microbatches: list[tuple[Int64, int]] = []
         """Rows of interleaved programs and the microbatch they belong to."""
@@ -236,26 +254,21 @@ class _Assembly:
         )
         streams = self._streams(program)
         # A program that opens with a collective launches it behind the compute before it.
-        if (
-            len(program)
-            and program.operations.stream[program.lead] != Stream.COMPUTE
-            and not (action and not action.is_compute)
-        ):
+        if streams.opens_beside_compute and (action is None or action.is_compute):
             previous = state.stream_ends.get(Stream.COMPUTE)
             if previous is not None:
                 self.edges.append((part.begin, previous))
-        for stream, row in streams:
+        for stream, row in streams.last_rows:
             state.stream_ends[stream] = part.base + row
         self.parts.append(part)
-        self.rows += len(program)
+        self.rows += streams.rows
         return part
 
-    def _streams(self, program: Program) -> tuple[tuple[int, int], ...]:
-        """Streams of a program with the last row on each."""
+    def _streams(self, program: Program) -> _Streams:
+        """What a copy of the program does to the streams; asked for at every copy."""
         key = id(program)
         if key not in self._stream_rows:
-            last = {int(stream): row for row, stream in enumerate(program.operations.stream)}
-            self._stream_rows[key] = tuple(last.items())
+            self._stream_rows[key] = _Streams.of(program)
         return self._stream_rows[key]
 
     def _transfer_program(self, action: Action, rank: int, peer: int) -> Program:
@@ -282,21 +295,19 @@ class _Assembly:
     # -- putting the parts together --------------------------------------------------------------------------
 
     def finish(self) -> OpGraph:
-        lengths = np.array([len(part.program) for part in self.parts])
-        operations = Operations.concatenate(part.program.operations for part in self.parts)
-        microbatch = np.repeat([part.microbatch for part in self.parts], lengths)
+        copies = ProgramCopies.of([part.program for part in self.parts], [part.base for part in self.parts])
+        microbatch = copies.spread([part.microbatch for part in self.parts])
         for found, number in self.microbatches:
             microbatch[found] = number
-        operations = operations.with_columns(
-            rank=np.repeat([part.rank for part in self.parts], lengths),
+        operations = copies.operations().with_columns(
+            rank=copies.spread([part.rank for part in self.parts]),
             microbatch=microbatch,
             rendezvous=self._rendezvous(),
         )
-        rows = [part.program.dependency_rows + part.base for part in self.parts]
-        sources = [part.program.dependencies + part.base for part in self.parts]
+        rows, sources = copies.dependencies()
         extra = np.array(self.edges, dtype=np.int64).reshape(-1, 2)
         offsets, dependencies = _to_csr(
-            np.concatenate([*rows, extra[:, 0]]), np.concatenate([*sources, extra[:, 1]]), self.rows
+            np.concatenate([rows, extra[:, 0]]), np.concatenate([sources, extra[:, 1]]), self.rows
         )
         buffers = self._buffers()
         segments = self._segments()

@@ -322,22 +322,25 @@ class Edges:
         """The edges of a graph, sorted by target; arguments as of :func:`execute`."""
         operations = graph.operations
         count = len(operations)
-        counts = np.diff(graph.dependency_offsets)
         stream = operations.rank.astype(np.int64) * len(Stream) + operations.stream
-        order = np.argsort(stream, kind="stable")
+        # Few values in few bits sort in one pass over them.
+        order = np.argsort(stream.astype(np.min_scalar_type(int(stream.max(initial=0)))), kind="stable")
         same = stream[order][1:] == stream[order][:-1]
-        before, behind = order[:-1][same], order[1:][same]
-        source = np.concatenate([graph.dependencies, before])
-        target = np.concatenate([np.repeat(np.arange(count), counts), behind])
-        is_stream: Bool = np.concatenate(
-            [np.zeros(len(graph.dependencies), dtype=bool), np.ones(len(before), dtype=bool)]
-        )
+        previous = np.full(count, -1, dtype=np.int64)
+        previous[order[1:][same]] = order[:-1][same]
+        has_previous = previous >= 0
+        # The dependencies are sorted by target already; behind those of each row comes its predecessor.
+        counts = np.diff(graph.dependency_offsets)
+        offsets = np.concatenate([graph.dependency_offsets[:1], np.cumsum(counts + has_previous)])
+        target = np.repeat(np.arange(count), counts + has_previous)
+        is_stream = np.zeros(len(target), dtype=bool)
+        is_stream[offsets[1:][has_previous] - 1] = True
+        source = np.empty(len(target), dtype=np.int64)
+        source[is_stream], source[~is_stream] = previous[has_previous], graph.dependencies
         lag = np.where(is_stream & (operations.stream[target] == Stream.COMPUTE), gap_ns, 0)
         if lags is not None:
-            lag[: len(lags)] = lags
-        by_target = np.argsort(target, kind="stable")
-        offsets = _Grouped(target, count).offsets
-        return cls(source[by_target], target[by_target], lag[by_target], is_stream[by_target], offsets)
+            lag[~is_stream] = lags
+        return cls(source, target, lag, is_stream, offsets.tolist())
 
     def into(self, row: int) -> Iterator[tuple[int, int]]:
         """(source row, lag) of each edge into a row."""

@@ -121,6 +121,8 @@ def _lower_rank(
         ),
     )
     layers = layers_per_stage(scenario.model.layers, parallel)
+    actions = (part for action in schedule.actions[pipeline_rank] for part in action.parts)
+    splits = any(part.kind is ActionKind.BACKWARD_INPUT for part in actions)
     chunks = []
     for index, stage in enumerate(stages):
         # A second copy of the model (DualPipe) numbers its stages on.
@@ -139,7 +141,7 @@ def _lower_rank(
             chunk_layers=chunk.layers,
             backward_at_once=_turns_at_once(schedule, pipeline_rank, stage),
         )
-        chunks.append(lower_chunk(placed, chunk))
+        chunks.append(lower_chunk(placed, chunk, splits_backward=splits))
     workspaces = library_workspace_bytes(
         scenario.hardware,
         scenario.libraries,
