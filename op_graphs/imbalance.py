@@ -6,8 +6,8 @@ Without a routing or a length distribution everything is balanced and every fact
 - **Routing.** Every expert has a chance to be among the ``top_k`` of a token; chances add up to ``top_k`` and none is
   above 1 (a token chooses an expert once; what is cut off goes to the others in proportion). By Zipf's law the i-th
   most popular expert has a weight of ``i**-a``, and experts are dealt to the ranks in order of popularity like cards;
-  a histogram has a weight for each expert, which lies where its number puts it. All layers route alike. With expert
-  capacity every expert computes its capacity, padded, so routing changes nothing.
+  a histogram has a weight for each expert, which lies where its number puts it. All layers route alike. Of what
+  chooses an expert beyond its capacity the rest is dropped; experts padded to their capacity are all alike.
 - **Lengths.** Documents are drawn one after another (a fixed seed) and packed end to end into sequences of
   ``seq_len`` tokens, cut at the borders; attention stays inside a document. A rank's microbatches all do the mean of
   what its sequences of the step need.
@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
 from .columns import Int64
+from .expert_tokens import capacity, padded, routed, routing_tokens, source_multiple, token_multiple
 from .model import ModelDescription
 from .plan import ParallelPlan, Routing, SequenceLengths, TrainingPlan
 
@@ -65,9 +66,14 @@ class RankLoad:
     Pairs are (what this rank gets, what the most loaded rank of its group sends or gets).
     """
 
+    sent: float = 1.0
+    """Token copies a rank sends, relative to what it would send if routing were balanced: less where some are
+    dropped."""
     copies: float = 1.0
-    """Token copies its experts compute."""
+    """Token copies its experts get, relative to those that a rank sends."""
     most_copies: float = 1.0
+    padding: float = 1.0
+    """Rows of its experts' products for each copy."""
     unique: float = 1.0
     """Tokens that reach it when each comes once, however many of its experts it wants."""
     most_unique: float = 1.0
@@ -113,7 +119,7 @@ class StageLoads:
 
 def stage_loads(model: ModelDescription, parallel: ParallelPlan, training: TrainingPlan) -> StageLoads:
     """Loads of the ranks of every stage of a scenario."""
-    experts = _expert_loads(model, parallel, training.routing)
+    experts = _expert_loads(model, parallel, training)
     documents = _document_loads(parallel, training)
     if experts is None and documents is None:
         return StageLoads()
@@ -123,11 +129,13 @@ def stage_loads(model: ModelDescription, parallel: ParallelPlan, training: Train
     for level in levels:
         place, load = experts[level] if experts else (-1, BALANCED)
         at_dp, packed = documents[level] if documents else (-1, None)
-        loads[level] = RankLoad(load.copies, load.most_copies, load.unique, load.most_unique, packed)
+        loads[level] = replace(load, documents=packed)
         if place >= 0:
             coordinates[level] = {"ep": place}
         elif at_dp >= 0:
             coordinates[level] = {"dp": at_dp}
+    if not coordinates:
+        return StageLoads(loads["mean"], loads["mean"], loads["mean"])
     return StageLoads(loads["most"], loads["mean"], loads["least"], coordinates)
 
 
@@ -169,26 +177,45 @@ def _at_most_once(
 
 
 def _expert_loads(
-    model: ModelDescription, parallel: ParallelPlan, routing: Routing | None
+    model: ModelDescription, parallel: ParallelPlan, training: TrainingPlan
 ) -> dict[Level, tuple[int, RankLoad]] | None:
     """Place in the expert-parallel group and load of the most and least loaded rank, and of the mean."""
-    moe, ep = model.moe, parallel.ep
-    if moe is None or routing is None or ep == 1 or moe.capacity_factor is not None:
+    moe, ep, routing = model.moe, parallel.ep, training.routing
+    if moe is None or routing is None:
         return None
     chances = np.array(expert_chances(routing, moe.experts, moe.top_k))
     # Zipf's experts are dealt like cards, those of a histogram lie in the order of their numbers.
     by_rank = chances.reshape(-1, ep).T if routing.zipf is not None else chances.reshape(ep, -1)
-    copies = by_rank.sum(axis=1) * ep / moe.top_k
+    tokens, multiple = routing_tokens(parallel, training), source_multiple(parallel, training)
+    counts = routed(moe, tokens, by_rank * tokens, multiple)
+    balanced = moe.experts * routed(moe, tokens, tokens * moe.top_k / moe.experts, multiple)
+    sent = float(counts.sum()) / balanced
+    copies = counts.sum(axis=1) * ep / counts.sum()
+    rows = padded(counts * ep * parallel.etp, token_multiple(training)).sum(axis=1)
+    padding = rows / (counts.sum(axis=1) * ep * parallel.etp).clip(_SMALLEST_WEIGHT)
+    # A token is dropped as often as an expert is chosen too often.
+    limit = capacity(moe, tokens)
+    kept = by_rank if limit is None else np.minimum(by_rank, limit / tokens)
     even = 1 - (1 - moe.top_k / moe.experts) ** (moe.experts // ep)
-    unique = (1 - np.prod(1 - by_rank, axis=1)) / even
+    unique = (1 - np.prod(1 - kept, axis=1)) / (even * counts.sum() / (tokens * moe.top_k))
     # A rank sends what a mean rank gets, so the exchange ends with the rank that gets the most.
     most_copies, most_unique = max(1.0, float(copies.max())), float(unique.max())
     most, least = int(copies.argmax()), int(copies.argmin())
 
     def load(place: int) -> RankLoad:
-        return RankLoad(float(copies[place]), most_copies, float(unique[place]), most_unique)
+        numbers = (
+            float(copies[place]),
+            most_copies,
+            float(padding[place]),
+            float(unique[place]),
+            most_unique,
+        )
+        return RankLoad(sent, *numbers)
 
-    mean = RankLoad(1.0, most_copies, float(unique.mean()), most_unique)
+    if ep == 1:
+        return {"most": (-1, load(0)), "mean": (-1, load(0)), "least": (-1, load(0))}
+    mean_padding = float(rows.sum() / (counts.sum() * ep * parallel.etp))
+    mean = RankLoad(sent, 1.0, most_copies, mean_padding, float(unique.mean()), most_unique)
     return {"most": (most, load(most)), "mean": (-1, mean), "least": (least, load(least))}
 
 

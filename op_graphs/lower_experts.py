@@ -87,8 +87,10 @@ def experts_forward(
         routing.append(builder.activation("permutation", kept, builder.last_row))
     if not keep_input:
         builder.release(normalized, builder.last_row)
+    expert_input = _with_padding(builder, context, sizes, expert_input, "expert_pad")
     builder.promote(expert_input, "expert_input")
     saved_inner, output = _expert_linears_forward(builder, context, layer, sizes, expert_input)
+    output = _without_padding(builder, context, sizes, output, "expert_unpad")
     combined = dispatcher.combine(builder, context, sizes, output, "combine")
     for tensor in routing:
         builder.forget_unless_kept(tensor, builder.last_row)
@@ -100,6 +102,30 @@ def experts_forward(
         builder.release(shared_output, row)
     fc1_output, activated = saved_inner
     return ExpertsSaved(tuple(routing), expert_input, fc1_output, activated, shared_saved), combined
+
+
+def _with_padding(
+    builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, source: Tensor, name: str
+) -> Tensor:
+    """Rows of each expert padded for quantised products (Transformer Engine ``Fp8Padding``), where they need it."""
+    return source if sizes.rows == sizes.copies else _resized(builder, context, source, name, sizes.rows)
+
+
+def _without_padding(
+    builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, source: Tensor, name: str
+) -> Tensor:
+    """What was padded, cut again."""
+    return source if sizes.rows == sizes.copies else _resized(builder, context, source, name, sizes.copies)
+
+
+def _resized(
+    builder: ProgramBuilder, context: LoweringContext, source: Tensor, name: str, rows: int
+) -> Tensor:
+    written = context.item * rows * context.model.hidden_size
+    read = min(written, float(builder.size_of(source)))
+    row = builder.memory_bound(name, OpKind.PERMUTE, read=read, written=written, dtype=context.dtype)
+    builder.release(source, row)
+    return builder.temporary(f"{name}_output", written, row)
 
 
 def _shared_forward(
@@ -148,7 +174,7 @@ def _grouped_forward(
     """The grouped GEMM of a linear; a quantised copy stands in for its input. Returns its row."""
     if not is_quantized_linear(context, linear) or _arrives_quantized(context, linear, "fc1"):
         return forward_gemm(builder, context, linear)
-    elements = float(sizes.copies * linear.inputs)
+    elements = float(sizes.rows * linear.inputs)
     operand = quantize_input(builder, context, linear, elements, source if keep_copy else None)
     if keep_copy:
         builder.discard(source)
@@ -182,14 +208,14 @@ def _grouped_backward(
     d_output: Tensor,
 ) -> Tensor:
     """Input and weight gradient of a grouped linear; releases both tensors, returns the gradient of its input."""
-    size = context.item * sizes.copies * linear.inputs
+    size = context.item * sizes.rows * linear.inputs
     name = "expert_input_gradient" if linear.name == "expert_fc1" else f"{linear.name}_input_gradient"
     if not is_quantized_linear(context, linear):
         row = input_gradient_gemm(builder, context, linear)
         d_input = builder.temporary(name, size, row)
         weight_gradient(builder, context, linear, (d_output, source))
         return d_input
-    outputs = float(sizes.copies * linear.outputs)
+    outputs = float(sizes.rows * linear.outputs)
     if _arrives_quantized(context, linear, "fc2"):
         gradient = GradientOperands(
             None, _quantized_along_columns(builder, context, linear, "gradient", outputs)
@@ -200,7 +226,7 @@ def _grouped_backward(
     d_input = builder.temporary(name, size, row)
     if gradient.rowwise is not None:
         builder.release(gradient.rowwise, row)
-    inputs = float(sizes.copies * linear.inputs)
+    inputs = float(sizes.rows * linear.inputs)
     if _arrives_quantized(context, linear, "fc1"):
         operand = _quantized_along_columns(builder, context, linear, "input", inputs)
     else:
@@ -221,12 +247,12 @@ def _expert_linears_forward(
     row = _grouped_forward(builder, context, fc1, sizes, expert_input, keep_copy=keep)
     builder.forget_unless_kept(expert_input, row)
     offload(builder, context, layer, "expert_fc1", [expert_input])
-    fc1_output = builder.activation("expert_fc1_output", context.item * sizes.copies * fc1.outputs, row)
+    fc1_output = builder.activation("expert_fc1_output", context.item * sizes.rows * fc1.outputs, row)
     activated = _expert_activation(builder, context, sizes)
     builder.forget_unless_kept(fc1_output, builder.last_row)
     if keep and context.stores_quantized:
         assert context.recipe is not None
-        elements = float(sizes.copies * fc1.outputs)
+        elements = float(sizes.rows * fc1.outputs)
         width = context.recipe.activation_bytes
         fc1_output = store(builder, context, "expert_fc1_output", elements, fc1_output, width)
     recompute = context.training.recompute
@@ -234,7 +260,7 @@ def _expert_linears_forward(
     row = _grouped_forward(
         builder, context, fc2, sizes, activated.fc2_input, keep_copy=keep and not recomputed
     )
-    output = builder.temporary("expert_fc2_output", context.item * sizes.copies * fc2.outputs, row)
+    output = builder.temporary("expert_fc2_output", context.item * sizes.rows * fc2.outputs, row)
     for tensor in activated.tensors:
         if recomputed:
             builder.release(tensor, row)
@@ -252,13 +278,13 @@ def _expert_activation(builder: ProgramBuilder, context: LoweringContext, sizes:
     the product is a kernel of its own, and autograd keeps what it multiplies (``transformer/moe/experts.py``).
     """
     first, width = _widths(context)
-    size = context.item * sizes.copies * width
-    scores = 4.0 * sizes.copies
+    size = context.item * sizes.rows * width
+    scores = 4.0 * sizes.rows
     fused = context.model.activation == "swiglu"
     row = builder.memory_bound(
         f"expert_{context.model.activation}",
         OpKind.ELEMENTWISE,
-        read=context.item * sizes.copies * first + (scores if fused else 0),
+        read=context.item * sizes.rows * first + (scores if fused else 0),
         written=size,
         dtype=context.dtype,
     )
@@ -293,7 +319,9 @@ def experts_backward(
     d_fc2_output = dispatcher.dispatch(builder, context, sizes, "combine_backward")
     if owned:
         builder.release(d_output, builder.last_row)
+    d_fc2_output = _with_padding(builder, context, sizes, d_fc2_output, "expert_unpad_backward")
     d_input = _expert_linears_backward(builder, context, layer, sizes, saved, d_fc2_output)
+    d_input = _without_padding(builder, context, sizes, d_input, "expert_pad_backward")
     gradient = dispatcher.combine(builder, context, sizes, d_input, "dispatch_backward")
     scores, *permutation = saved.routing
     for tensor in permutation:
@@ -356,7 +384,7 @@ def _expert_linears_backward(
     fc1_output, activated = saved.fc1_output, saved.activated
     if context.stores_quantized:
         assert context.recipe is not None
-        elements = float(sizes.copies * fc1.outputs)
+        elements = float(sizes.rows * fc1.outputs)
         width = context.recipe.activation_bytes
         fc1_output = restore(builder, context, "expert_fc1_output", elements, fc1_output, width)
     if activated is None:
@@ -366,12 +394,12 @@ def _expert_linears_backward(
     d_fc2_input = _grouped_backward(builder, context, fc2, sizes, activated.fc2_input, d_output)
     if activated.unscaled is not None:
         d_fc2_input = _score_product_backward(builder, context, sizes, activated.unscaled, d_fc2_input)
-    fc1_bytes = context.item * sizes.copies * fc1.outputs
+    fc1_bytes = context.item * sizes.rows * fc1.outputs
     row = builder.memory_bound(
         f"expert_{context.model.activation}_backward",
         OpKind.ELEMENTWISE,
-        read=fc1_bytes + context.item * sizes.copies * fc2.inputs,
-        written=fc1_bytes + 4.0 * sizes.copies,
+        read=fc1_bytes + context.item * sizes.rows * fc2.inputs,
+        written=fc1_bytes + 4.0 * sizes.rows,
         dtype=context.dtype,
     )
     builder.release(d_fc2_input, row)
@@ -389,12 +417,12 @@ def _score_product_backward(
     builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, unscaled: Tensor, gradient: Tensor
 ) -> Tensor:
     """Gradients of scores and activation where a kernel of its own multiplies them."""
-    size = context.item * sizes.copies * _widths(context)[1]
+    size = context.item * sizes.rows * _widths(context)[1]
     row = builder.memory_bound(
         "expert_score_product_backward",
         OpKind.ELEMENTWISE,
-        read=2 * size + 4.0 * sizes.copies,
-        written=size + 4.0 * sizes.copies,
+        read=2 * size + 4.0 * sizes.rows,
+        written=size + 4.0 * sizes.rows,
         access="reduction",
         dtype=context.dtype,
     )

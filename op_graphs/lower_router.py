@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .dispatchers import RoutedSizes
+from .expert_tokens import capacity
 from .graph import GemmShape
 from .linear import Linear, accumulated_type, weight_gradient_shape
 from .lower_linear import run_weight_gradient
@@ -55,6 +56,8 @@ def router_forward(
         passes=_GROUPED_TOP_K_KERNELS if moe.routing_groups > 1 else 2,
         dtype=DType.FP32,
     )
+    if capacity(moe, sizes.tokens) is not None:
+        _drop_tokens(builder, context, sizes)
     if moe.aux_loss:
         builder.memory_bound(
             "router_aux_loss",
@@ -66,6 +69,36 @@ def router_forward(
             dtype=DType.FP32,
         )
     return scores
+
+
+def _drop_tokens(builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes) -> None:
+    """Keep what each expert has room for: a selection along its column, and scores and map cut by it.
+
+    Megatron-Core ``apply_router_token_dropping``. Where an expert has room for every token nothing is selected.
+    """
+    moe, entries = context.experts, float(sizes.tokens * context.experts.experts)
+    limit = capacity(moe, sizes.tokens)
+    assert limit is not None
+    # A mask of ones or of the places found, as booleans, and the product of scores and mask.
+    read, written, passes = 4 * entries + 5 * entries, 4 * entries + entries + 4 * entries, 3
+    if limit < sizes.tokens:
+        read += _SELECT_PASSES * 4 * entries + 8.0 * limit * moe.experts
+        written += 16.0 * limit * moe.experts
+        passes += 2
+        if moe.drop_policy == "position":
+            # The map is what is sorted, as numbers.
+            read, written, passes = read + entries, written + 4 * entries, passes + 1
+    if not moe.pad_to_capacity:
+        read, written, passes = read + 2 * entries, written + entries, passes + 1
+    builder.memory_bound(
+        "router_drop",
+        OpKind.ROUTER,
+        read=read,
+        written=written,
+        access="reduction",
+        passes=passes,
+        dtype=DType.FP32,
+    )
 
 
 def router_backward(
@@ -80,6 +113,10 @@ def router_backward(
     moe, hidden = context.experts, context.model.hidden_size
     dtype = DType.FP32 if moe.router_fp32 else context.dtype
     logits = 4.0 * sizes.tokens * moe.experts
+    if moe.capacity_factor is not None:
+        builder.memory_bound(
+            "router_drop_backward", OpKind.ROUTER, read=1.25 * logits, written=logits, dtype=DType.FP32
+        )
     row = builder.memory_bound(
         "router_backward",
         OpKind.ROUTER,

@@ -17,6 +17,7 @@ Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rotary", "learned", "none"]
 WindowKind = Literal["sliding", "chunked"]
 RouterScore = Literal["softmax", "sigmoid"]
+DropPolicy = Literal["probs", "position"]
 MixerName = Literal["attention", "state_space"]
 MIXER_LETTERS: dict[str, MixerName] = {"*": "attention", "M": "state_space"}
 """Letters of patterns for what mixes tokens (``op_graphs.mixers``)."""
@@ -61,7 +62,12 @@ class MixtureOfExperts:
     aux_loss: bool = False
     """Whether a load-balancing loss is computed from the scores."""
     capacity_factor: float | None = None
-    """Tokens an expert takes, relative to its balanced share; more are dropped, fewer padded. None is dropless."""
+    """Tokens an expert takes, relative to its balanced share; more are dropped. None is dropless."""
+    pad_to_capacity: bool = True
+    """Whether every expert gets as many tokens as its capacity, missing ones as padding; matters with a capacity only
+    (Megatron-LM ``--moe-pad-expert-input-to-capacity``)."""
+    drop_policy: DropPolicy = "probs"
+    """Which tokens beyond the capacity are dropped: those with the lowest scores, or the last (``position``)."""
     routing_groups: int = 1
     """Groups of experts for node-limited routing; 1 means every token may go to any expert."""
     top_groups: int = 1

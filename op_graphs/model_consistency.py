@@ -120,6 +120,10 @@ def _experts(model: ModelDescription) -> Iterator[str]:
         yield f"moe.first_dense_layers: {moe.first_dense_layers} is more than the {model.layers} layers"
     if moe.shared_gate and not moe.shared_ffn_size:
         yield "moe.shared_gate: there are no shared experts to scale; give shared_ffn_size"
+    if moe.capacity_factor is None and not moe.pad_to_capacity:
+        yield "moe.pad_to_capacity: false says what follows from a capacity; give capacity_factor, or leave it out"
+    if moe.capacity_factor is None and moe.drop_policy != "probs":
+        yield f"moe.drop_policy: {moe.drop_policy}, but no token is dropped; give capacity_factor, or leave it out"
     yield from _routing_groups(moe)
 
 

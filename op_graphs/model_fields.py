@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from .model import (
     Activation,
+    DropPolicy,
     LatentAttention,
     LayerOverride,
     MixtureOfExperts,
@@ -135,6 +136,8 @@ RULES: dict[type, dict[str, Check | Part]] = {
         "normalize_top_k": switch_problem,
         "aux_loss": switch_problem,
         "capacity_factor": factor_problem,
+        "pad_to_capacity": switch_problem,
+        "drop_policy": _choice(DropPolicy),
         "routing_groups": _whole(1, 1 << 16),
         "top_groups": _whole(1, 1 << 16),
         "expert_bias": switch_problem,

@@ -151,6 +151,9 @@ class TrainingPlan:
     """Whether what stays between forward and backward is kept as DeepSeek-V3 does: in 8 bits, along one axis."""
     fp8_dispatch: bool = False
     """Whether tokens and gradients travel to experts in 8 bits, quantised before they leave."""
+    router_padding: bool = False
+    """Whether the router pads what each expert gets for its quantised products
+    (``--moe-router-padding-for-quantization``); else the experts pad it themselves."""
     grad_reduce_dtype: DType = DType.FP32
     optimizer: str = "adam"
     optimizer_dtypes: OptimizerDTypes = field(default_factory=OptimizerDTypes)

@@ -15,7 +15,7 @@ Hopper multiplies 8-bit operands in one layout only and needs the transposed cop
 not. Block-scaled formats have scales along the reduced axis, so their two copies hold different numbers.
 
 Left out: casts fused into norms and activations, swizzling of block scales, the amax history of delayed scaling (one
-short kernel a step), tokens padded to multiples of 16 or 32 for each expert, and 8-bit attention.
+short kernel a step), and 8-bit attention.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ class PrecisionRecipe:
     """Bytes of an element in a gather of quantised weights (``fp8_param_gather``)."""
     fused_grouped_cast: bool
     """Whether the inputs of all experts are cast by one kernel; else each expert's by its own."""
+    token_multiple: int = 16
+    """Rows of each expert in a grouped product are padded to a multiple of this (Transformer Engine
+    ``get_align_size_for_quantization``)."""
     stored_once: bool = False
     """Whether what stays between passes is there along rows only, and the copy along columns is made when a GEMM needs
     it; inputs of activations stay in 8 bits then, and outputs of attention in 12 (DeepSeek-V3, section 3.3.3)."""
@@ -132,6 +135,7 @@ def _mxfp8(capability: int) -> PrecisionRecipe:
         amax_over_ranks=False,
         gathered_weight_bytes=2.0,
         fused_grouped_cast=False,
+        token_multiple=32,
     )
 
 
@@ -151,6 +155,7 @@ def _nvfp4(capability: int) -> PrecisionRecipe:
         amax_over_ranks=True,
         gathered_weight_bytes=2.0,
         fused_grouped_cast=False,
+        token_multiple=128,
     )
 
 

@@ -23,6 +23,13 @@ LATENT = {
 }
 SPACE = {"heads": 16, "head_size": 16, "state_size": 16, "groups": 16, "chunk_size": 16}
 EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn_size": 64, "aux_loss": True}
+CAPACITY: list[Any] = [
+    {},
+    {},
+    {"capacity_factor": 1.25},
+    {"capacity_factor": 1.0, "pad_to_capacity": False, "drop_policy": "position"},
+    {"capacity_factor": 0.4, "pad_to_capacity": False},
+]
 RECOMPUTE: list[Any] = [
     "none",
     "full",
@@ -73,6 +80,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
             **EXPERTS,
             "shared_ffn_size": draw(st.sampled_from([0, 64])),
             "first_dense_layers": draw(st.sampled_from([0, 1])),
+            **draw(st.sampled_from(CAPACITY)),
         }
     kind = draw(st.integers(0, 5))
     if kind == 0:
@@ -115,6 +123,8 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
             "micro_batch_size": draw(st.integers(1, 2)),
             "num_microbatches": draw(st.sampled_from([4, 8])),
             "dtype": draw(st.sampled_from(["bf16", "bf16", "fp8-tensorwise", "fp8-blockwise", "mxfp8"])),
+            "router_padding": draw(st.booleans()),
+            "routing": draw(st.sampled_from([None, None, {"zipf": 1.0}])),
             "optimizer": draw(st.sampled_from(list(OPTIMIZERS))),
             "recompute": draw(st.sampled_from(RECOMPUTE)),
             "offload": draw(st.sampled_from(OFFLOAD)),
@@ -139,6 +149,20 @@ def legal_scenarios(draw: st.DrawFn) -> dict[str, Any]:
             return mapping
         mapping = _without_problems(mapping, message)
     raise AssertionError(f"no legal scenario near {mapping}")
+
+
+def without_padding(mapping: dict[str, Any]) -> dict[str, Any]:
+    """The mapping with as many rows in its experts, over all ranks, however tokens are dealt out to them."""
+    mapping = copy.deepcopy(mapping)
+    model, training = mapping["model"], mapping["training"]
+    if "moe" in model:
+        for key in ("capacity_factor", "pad_to_capacity", "drop_policy"):
+            model["moe"].pop(key, None)
+        for key in ("routing", "router_padding"):
+            training.pop(key, None)
+        if training.get("dtype") in ("fp8-tensorwise", "fp8-blockwise", "mxfp8"):
+            training["dtype"] = "bf16"
+    return mapping
 
 
 def problems_of(mapping: dict[str, Any]) -> str:

@@ -40,6 +40,11 @@ def problems_of(changes, **options):
     return str(caught.value)
 
 
+def capacity_of(scenario):
+    moe = scenario.model.moe
+    return moe.capacity_factor, moe.pad_to_capacity, moe.drop_policy
+
+
 def test_what_megatron_trains_where_nothing_else_is_said():
     scenario = scenario_of(world_size=8)
     model, training = scenario.model, scenario.training
@@ -80,6 +85,27 @@ def test_what_megatron_trains_where_nothing_else_is_said():
         (EXPERTS, lambda s: s.libraries.permute_fusion, False),
         ({**EXPERTS, "moe-permute-fusion": True}, lambda s: s.libraries.permute_fusion, True),
         ({**EXPERTS, "moe-permute-fusion": False}, lambda s: s.libraries.permute_fusion, False),
+        (EXPERTS, capacity_of, (None, True, "probs")),
+        ({**EXPERTS, "moe-expert-capacity-factor": -1}, capacity_of, (None, True, "probs")),
+        ({**EXPERTS, "moe-expert-capacity-factor": 1.25}, capacity_of, (1.25, False, "probs")),
+        (
+            {
+                **EXPERTS,
+                "moe-expert-capacity-factor": 1.25,
+                "moe-pad-expert-input-to-capacity": True,
+                "moe-token-drop-policy": "position",
+            },
+            capacity_of,
+            (1.25, True, "position"),
+        ),
+        *(
+            (
+                {**EXPERTS, "fp8-format": "hybrid", name: True, "moe-token-dispatcher-type": "alltoall"},
+                lambda s: s.training.router_padding,
+                True,
+            )
+            for name in ("moe-router-padding-for-quantization", "moe-router-padding-for-fp8")
+        ),
         ({"swiglu": True}, lambda s: (s.model.activation, s.model.ffn_size), ("swiglu", 1344)),
         ({"squared-relu": True}, lambda s: s.model.activation, "squared_relu"),
         ({"group-query-attention": True, "num-query-groups": 2}, lambda s: s.model.kv_heads, 2),
@@ -211,6 +237,8 @@ def test_the_environment_decides_what_libraries_allocate():
         ({"recompute-granularity": "some"}, "--recompute-granularity some: must be full or selective"),
         ({"fp8-format": "hybrid", "fp8-recipe": "custom"}, "--fp8-recipe custom: must be one of"),
         ({"pipeline-model-parallel-layout": "Ex"}, "'x' means nothing"),
+        ({**EXPERTS, "moe-pad-expert-input-to-capacity": True}, "needs --moe-expert-capacity-factor"),
+        ({**EXPERTS, "moe-expert-capacity-factor": 0}, "drops every token; a factor below 0 is none"),
     ],
 )
 def test_what_is_refused(changes, message):

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from op_graphs.graph import OpGraph
 from op_graphs.vocabulary import Communication, MemoryCategory, OpKind, Stream
-from tests.legal_scenarios import changed, legal_scenarios, mappings
+from tests.legal_scenarios import changed, legal_scenarios, mappings, without_padding
 from tests.test_lowering import assert_nothing_leaks, step_flops
 from tracesim.errors import ScenarioError
 from tracesim.lowering import lower_scenario
@@ -59,6 +59,7 @@ def whole(mapping: dict[str, Any]) -> Scenario:
 @few
 @given(legal_scenarios())
 def test_the_work_of_all_ranks_is_that_of_the_model(mapping: dict[str, Any]) -> None:
+    mapping = without_padding(mapping)
     mapping["training"] |= {"optimizer": "adam", "offload": None}
     # Groups of recomputed layers would be others: all layers, or none.
     if mapping["training"].get("recompute") == {"method": "block", "layers": 1}:
@@ -135,6 +136,7 @@ def assert_falls(
 @settings(few, max_examples=6)
 @given(legal_scenarios())
 def test_memory_falls_with_every_degree_that_cuts_it(mapping: dict[str, Any]) -> None:
+    mapping = without_padding(mapping)
     mapping["overlap"]["contention"] = False
     activations = [MemoryCategory.ACTIVATIONS]
     mapping["parallel"]["sp"] = True

@@ -97,12 +97,13 @@ def check_imbalance(model: ModelDescription, training: TrainingPlan, problems: P
         shown = {"zipf": routing.zipf} if routing.zipf is not None else {"histogram": routing.histogram}
         if model.moe is None:
             problems.add(_ROUTING, shown, f"{model.name} has no experts; leave it out")
-        elif model.moe.capacity_factor is not None:
+        elif model.moe.capacity_factor is not None and model.moe.pad_to_capacity:
             problems.add(
                 _ROUTING,
                 shown,
                 f"changes nothing: experts of {model.name} compute their capacity (capacity_factor "
-                f"{model.moe.capacity_factor:g}) however tokens are routed; leave it out or set capacity_factor: null",
+                f"{model.moe.capacity_factor:g}) however tokens are routed; leave it out, or set pad_to_capacity: "
+                "false or capacity_factor: null",
             )
         elif routing.counts and len(routing.counts) != model.moe.experts:
             problems.add(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from op_graphs.context_parallel.switched import a2a_degree
-from op_graphs.model import ModelDescription
+from op_graphs.model import MixtureOfExperts, ModelDescription
 from op_graphs.parameters_checks import mixers_of
 from op_graphs.plan import LibraryPlan, ParallelPlan, TrainingPlan
 
@@ -50,12 +50,26 @@ def check_experts(model: ModelDescription, parallel: ParallelPlan, problems: Pro
             f"{ranks} ranks of a stage; nearest ep: {nearest}",
         )
     _check_expert_order(parallel, problems)
+    _check_capacity(moe, parallel, problems)
     if parallel.tp > 1 and not parallel.sp:
         problems.add(
             "parallel.sp",
             parallel.sp,
             f"experts with tp = {parallel.tp} need sequence parallelism, or every rank would route the same tokens; "
             "set sp: true",
+        )
+
+
+def _check_capacity(moe: MixtureOfExperts, parallel: ParallelPlan, problems: Problems) -> None:
+    """Note padding that DeepEP, which brings a token once to a rank, cannot send (Megatron-Core's flex dispatcher)."""
+    path = "parallel.ep_dispatcher"
+    padded = moe.capacity_factor is not None and moe.pad_to_capacity
+    if padded and parallel.ep_dispatcher == "deepep" and problems.sound(path):
+        problems.add(
+            path,
+            "deepep",
+            f"does not pad experts to their capacity (capacity_factor {moe.capacity_factor:g}); set ep_dispatcher: "
+            "alltoall, or moe.pad_to_capacity: false",
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hardware_profiles.profile import HardwareProfile
-from op_graphs.model import ModelDescription
+from op_graphs.model import MixtureOfExperts, ModelDescription
 from op_graphs.optimizers import OPTIMIZERS
 from op_graphs.parameters_checks import mixers_of
 from op_graphs.plan import OptimizerDTypes, ParallelPlan, TrainingPlan
@@ -70,6 +70,7 @@ def precision_mapping(training: TrainingPlan) -> dict[str, Any]:
         "fp8_param_gather": training.fp8_param_gather,
         "fp8_dispatch": training.fp8_dispatch,
         "fp8_storage": training.fp8_storage,
+        "router_padding": training.router_padding,
         "optimizer_dtypes": {"master": dtypes.master.name.lower(), "moments": dtypes.moments.name.lower()},
     }
 
@@ -100,6 +101,8 @@ def check_precision(
         _check_dispatch(dtype, model, parallel, problems)
     if training.fp8_storage:
         _check_storage(dtype, parallel, training, problems)
+    if training.router_padding:
+        _check_router_padding(dtype, model, parallel, problems)
     if (
         model is not None
         and dtype in LOW_PRECISION
@@ -163,6 +166,36 @@ def _check_dispatch(
         problems.add(path, True, f"needs experts that lie whole on a rank, etp is {parallel.etp}; set etp: 1")
     elif model is not None and model.moe is None and problems.sound("model"):
         problems.add(path, True, f"needs experts, {model.name} has none; leave it out")
+
+
+def _check_router_padding(
+    dtype: str, model: ModelDescription | None, parallel: ParallelPlan, problems: Problems
+) -> None:
+    """What Megatron-Core's ``transformer_config.py`` says of ``moe_router_padding_for_quantization``."""
+    path = "training.router_padding"
+    if dtype not in LOW_PRECISION:
+        problems.add(
+            path, True, f"is for products in 8 or 4 bits, dtype is {dtype}; leave it out, or set an fp8 dtype"
+        )
+    elif model is not None and model.moe is None and problems.sound("model"):
+        problems.add(path, True, f"pads what experts get, {model.name} has none; leave it out")
+    elif parallel.ep_dispatcher == "allgather":
+        problems.add(
+            path,
+            True,
+            "is not there for ep_dispatcher allgather; leave it out, or set ep_dispatcher: alltoall",
+        )
+    elif model is not None and model.moe is not None and _fills_capacity(model.moe):
+        problems.add(
+            path,
+            True,
+            "pads what varies, experts padded to their capacity do not; leave it out, or set moe.pad_to_capacity: "
+            "false",
+        )
+
+
+def _fills_capacity(moe: MixtureOfExperts) -> bool:
+    return moe.capacity_factor is not None and moe.pad_to_capacity
 
 
 def _check_storage(dtype: str, parallel: ParallelPlan, training: TrainingPlan, problems: Problems) -> None:

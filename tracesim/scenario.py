@@ -202,6 +202,7 @@ def _training(
         fp8_param_gather=values["fp8_param_gather"],
         fp8_dispatch=values["fp8_dispatch"],
         fp8_storage=values["fp8_storage"],
+        router_padding=values["router_padding"],
         grad_reduce_dtype=REDUCE_DTYPES[values["grad_reduce_dtype"]],
         optimizer=values["optimizer"],
         optimizer_dtypes=read_optimizer_dtypes(values["optimizer_dtypes"], problems),

@@ -152,6 +152,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "fp8_param_gather": _flag(_TRAINING.fp8_param_gather),
         "fp8_dispatch": _flag(_TRAINING.fp8_dispatch),
         "fp8_storage": _flag(_TRAINING.fp8_storage),
+        "router_padding": _flag(_TRAINING.router_padding),
         "grad_reduce_dtype": _choice("fp32", REDUCE_DTYPES),
         "optimizer": _choice(_TRAINING.optimizer, OPTIMIZERS),
         # Read by tracesim.precision_fields.

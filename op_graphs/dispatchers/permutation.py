@@ -56,9 +56,7 @@ def _is_forward(builder: ProgramBuilder) -> bool:
 
 
 def _pads(context: LoweringContext) -> bool:
-    moe = context.model.moe
-    assert moe is not None
-    return moe.capacity_factor is not None
+    return context.experts.capacity_factor is not None and context.experts.pad_to_capacity
 
 
 def gather_copies(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..expert_tokens import padded, pads_on_arrival, routed, source_multiple, token_multiple
 from ..graph import ExchangeShape
 from ..lowering_context import LoweringContext
 from ..program import ProgramBuilder, Tensor
@@ -19,30 +20,34 @@ class RoutedSizes:
     tokens: int
     """Tokens the rank routes."""
     copies: int
-    """Token copies it receives and computes: tokens * top_k, padded to the capacity where there is one, by load."""
+    """Token copies that dispatch brings it: tokens * top_k, less what is dropped and with what is padded, by load."""
+    rows: int
+    """Rows of its experts' products: ``copies``, and what the experts pad themselves."""
     local_experts: int
     sent_copies: int
-    """Token copies it sends: as many as it would receive if routing were balanced."""
+    """Token copies it sends: as many as a rank receives in the mean."""
 
     @property
     def per_expert(self) -> int:
-        """Tokens of each local expert, over all ranks that send to it (mean)."""
-        return max(1, self.copies // self.local_experts)
+        """Rows of each local expert, over all ranks that send to it (mean)."""
+        return max(1, self.rows // self.local_experts)
 
     @classmethod
     def of(cls, context: LoweringContext) -> RoutedSizes:
         """Sizes of the ranks of a context."""
-        moe, parallel = context.model.moe, context.parallel
-        assert moe is not None
-        tokens = context.sharded_tokens
-        copies = tokens * moe.top_k
-        if moe.capacity_factor is not None:
-            # Every expert takes the same number of tokens from a rank, missing ones are padding.
-            each = -(-copies * moe.capacity_factor // moe.experts)
-            copies = int(each) * moe.experts
+        moe, parallel, training, load = context.experts, context.parallel, context.training, context.load
+        tokens, local = context.sharded_tokens, moe.experts // context.parallel.ep
+        demand = tokens * moe.top_k / moe.experts
+        each = routed(moe, tokens, demand, source_multiple(parallel, training))
+        sent = max(1, round(each * moe.experts * load.sent))
         # Ranks that share an expert's cut all work on the tokens of all of them.
-        received = max(1, round(copies * context.load.copies))
-        return cls(tokens, received * parallel.etp, moe.experts // parallel.ep, copies * parallel.etp)
+        copies = max(1, round(sent * load.copies)) * parallel.etp
+        rows = round(copies * load.padding)
+        if training.routing is None:
+            rows = round(padded(copies / local, token_multiple(training)) * local)
+        if pads_on_arrival(parallel, training):
+            copies = rows
+        return cls(tokens, copies, rows, local, sent * parallel.etp)
 
 
 class Dispatcher(Protocol):

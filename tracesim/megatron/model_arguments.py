@@ -116,11 +116,6 @@ def _add_latent_attention(arguments: Arguments, model: dict[str, Any]) -> None:
 
 def _add_experts(arguments: Arguments, model: dict[str, Any], *, biased: bool) -> None:
     balancing = arguments.words("moe-router-load-balancing-type") or ["aux_loss"]
-    capacity = arguments.number("moe-expert-capacity-factor", 0.0)
-    if capacity and not arguments.flag("moe-pad-expert-input-to-capacity"):
-        arguments.assumed.append(
-            "experts with a capacity and no padding: every expert gets its balanced share, at most the capacity"
-        )
     grouped = arguments.flag("moe-grouped-gemm")
     model["moe"] = {
         "experts": arguments.required("num-experts"),
@@ -135,7 +130,7 @@ def _add_experts(arguments: Arguments, model: dict[str, Any], *, biased: bool) -
         "router_bias": arguments.flag("moe-router-enable-expert-bias"),
         "normalize_top_k": not arguments.flag("moe-router-pre-softmax"),
         "aux_loss": any("aux_loss" in word for word in balancing),
-        "capacity_factor": capacity or None,
+        **_capacity(arguments),
         "routing_groups": arguments.count("moe-router-num-groups", 1),
         "top_groups": arguments.count("moe-router-group-topk", 1),
         # Grouped GEMMs of Megatron-Core take no bias.
@@ -144,6 +139,20 @@ def _add_experts(arguments: Arguments, model: dict[str, Any], *, biased: bool) -
     for name in ("moe-router-fusion", "moe-shared-expert-overlap"):
         arguments.get(name)
     _add_layer_frequency(arguments, model)
+
+
+def _capacity(arguments: Arguments) -> dict[str, Any]:
+    """Capacity of experts, and what happens to tokens beyond it; a factor below 0 means none."""
+    factor = arguments.number("moe-expert-capacity-factor", -1.0)
+    padded = arguments.flag("moe-pad-expert-input-to-capacity")
+    policy = arguments.choice("moe-token-drop-policy", "probs", {"probs": "probs", "position": "position"})
+    if factor == 0:
+        arguments.refuse("moe-expert-capacity-factor", "drops every token; a factor below 0 is none")
+    if factor > 0:
+        return {"capacity_factor": factor, "pad_to_capacity": padded, "drop_policy": policy}
+    if padded:
+        arguments.refuse("moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor")
+    return {}
 
 
 def _add_layer_frequency(arguments: Arguments, model: dict[str, Any]) -> None:

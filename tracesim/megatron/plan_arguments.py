@@ -152,6 +152,9 @@ def training_mapping(arguments: Arguments, plan: Mapping[str, Any], default_back
     types = _optimizer_types(arguments)
     if types:
         training["optimizer_dtypes"] = types
+    padding, old_name = (arguments.flag(f"moe-router-padding-for-{what}") for what in ("quantization", "fp8"))
+    if padding or old_name:
+        training["router_padding"] = True
     offload = offload_mapping(arguments)
     if offload:
         training["offload"] = offload
