@@ -13,7 +13,7 @@ from typing import overload
 import numpy as np
 
 from .model import MixtureOfExperts
-from .plan import ParallelPlan, TrainingPlan
+from .plan import LibraryPlan, ParallelPlan, TrainingPlan
 from .precision import precision_recipe
 
 Counts = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -46,20 +46,25 @@ def token_multiple(training: TrainingPlan) -> int:
     return _DISPATCHED_MULTIPLE if training.fp8_dispatch else recipe.token_multiple
 
 
-def pads_on_arrival(parallel: ParallelPlan, training: TrainingPlan) -> bool:
-    """Whether the kernel that copies arrived tokens for each expert pads them, so that none is padded by itself.
+def brings_once(parallel: ParallelPlan) -> bool:
+    """Whether tokens reach a rank once and are copied for its experts there, where a router's map is not known."""
+    return parallel.ep_dispatcher == "deepep" and parallel.ep > 1
 
-    DeepEP brings tokens once to a rank, which then pads its own map (Megatron-Core ``_DeepepManager``).
+
+def pads_on_arrival(parallel: ParallelPlan, training: TrainingPlan, libraries: LibraryPlan) -> bool:
+    """Whether the kernel that copies arrived tokens for each expert pads them, so that the experts need not.
+
+    Transformer Engine's does (``moe_permute_and_pad_with_probs``), and so does a router's padding, which is of the map
+    of what arrived (Megatron-Core ``_DeepepManager``).
     """
-    if parallel.ep_dispatcher != "deepep" or parallel.ep == 1:
-        return False
-    return training.router_padding or (training.fp8_dispatch and training.recipe is not None)
+    return brings_once(parallel) and (
+        libraries.permute_fusion or training.router_padding or training.fp8_dispatch
+    )
 
 
 def source_multiple(parallel: ParallelPlan, training: TrainingPlan) -> int:
     """What the tokens that one rank routes to one expert are padded to a multiple of; 1 for no padding."""
-    padded_here = training.router_padding and not pads_on_arrival(parallel, training)
-    return token_multiple(training) if padded_here else 1
+    return token_multiple(training) if training.router_padding and not brings_once(parallel) else 1
 
 
 @overload

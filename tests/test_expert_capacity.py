@@ -236,15 +236,20 @@ def test_a_router_that_pads_sends_more_instead():
     assert not [name for name in names_of(lower_scenario(scenario)) if "pad" in name]
 
 
-def test_what_deepep_brings_is_padded_where_it_is_copied():
+@pytest.mark.parametrize(
+    ("fused", "router", "padded_by_experts"),
+    [(True, False, False), (True, True, False), (False, True, False), (False, False, True)],
+)
+def test_what_deepep_brings_is_padded_where_it_is_copied(fused, router, padded_by_experts):
     plan = {"ep": 4, "dp": 4, "ep_dispatcher": "deepep"}
-    plain = mixture(**FP8, **SHORT, parallel=plan)
-    scenario = mixture(**FP8, **SHORT, parallel=plan, training__router_padding=True)
-    assert rows(scenario) == rows(plain) == {32}
-    assert exchanged(scenario) == exchanged(plain)
+    libraries = {"permute_fusion": fused}
+    scenario = mixture(**FP8, **SHORT, parallel=plan, training__router_padding=router, libraries=libraries)
+    assert rows(scenario) == {32}
+    assert exchanged(scenario) == exchanged(mixture(**SHORT, parallel=plan))
     graph = lower_scenario(scenario)
-    assert not [name for name in names_of(graph) if "pad" in name]
-    assert moved(graph, "dispatch_permute")[1] == 2 * 32 * HIDDEN * 2
+    assert ("expert_pad" in names_of(graph)) == padded_by_experts
+    copies = 2 * (20 if padded_by_experts else 32)
+    assert moved(graph, "dispatch_permute")[1] == copies * HIDDEN * 2
     assert_nothing_leaks(graph)
 
 

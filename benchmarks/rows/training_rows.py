@@ -139,11 +139,13 @@ def _apply_recipe(mapping: dict[str, Any], row: Mapping[str, Any]) -> None:
         training["dtype"] = "fp8-blockwise"
     recipe = bridge_recipe(name, gpu, training["dtype"], training["micro_batch_size"], parallel)
     training["recompute"] = recipe.recompute_setting
-    if "tokendrop" in str(mapping_at(row, "model").get("name")):
+    drops = "tokendrop" in str(mapping_at(row, "model").get("name"))
+    if drops:
         base = mapping["model"]
         mapping["model"] = {"base": base, "name": base, "moe": {"capacity_factor": 1.0}}
     if parallel["ep"] > 1:
-        parallel["ep_dispatcher"] = recipe.dispatcher
+        # Experts padded to their capacity need the all-to-all dispatcher.
+        parallel["ep_dispatcher"] = "alltoall" if drops else recipe.dispatcher
         if recipe.overlaps_experts:
             mapping["overlap"] = {**mapping["overlap"], "ep": True}
             if parallel["pp"] > 1:

@@ -45,7 +45,7 @@ class RoutedSizes:
         rows = round(copies * load.padding)
         if training.routing is None:
             rows = round(padded(copies / local, token_multiple(training)) * local)
-        if pads_on_arrival(parallel, training):
+        if pads_on_arrival(parallel, training, context.libraries):
             copies = rows
         return cls(tokens, copies, rows, local, sent * parallel.etp)
 
