@@ -60,6 +60,9 @@ PRESETS = {
     "qwen3235b": "qwen3-235b-a22b",
     "deepseekv3": "deepseek-v3",
     "deepseekv3671b": "deepseek-v3",
+    # torchtitan/models/deepseek_v3: its flavors 16B and 236B are the shapes of DeepSeek-V2-Lite and DeepSeek-V2.
+    "deepseekv316b": "deepseek-v2-lite",
+    "deepseekv3236b": "deepseek-v2",
     "kimik2": "kimi-k2",
     "gptoss120b": "gpt-oss-120b",
     "moonlight16b": "moonlight-16b-a3b",

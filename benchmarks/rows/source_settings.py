@@ -69,7 +69,7 @@ class SourceSettings:
 _NO_OVERLAP = {"grad_reduce": False, "param_gather": False, "p2p": False}
 _MEGATRON_2021 = TflopsConvention("megatron", causal=False, counts_recompute=True)
 
-_NEMO = ("nemo-24.07", "nemo-24.12", "nemo-25.02-25.04", "nemo-longseq")
+_NEMO = ("nemo-24.07", "nemo-24.12", "nemo-25.02-25.04")
 
 SETTINGS: dict[str, SourceSettings] = {
     # arXiv:2205.05198: Megatron-LM of 2022, mixed fp16, attention not fused; section 6.3 says gradients are reduced
@@ -194,6 +194,18 @@ SETTINGS: dict[str, SourceSettings] = {
         )
         for name in _NEMO
     },
+    # The long-sequence page has TFLOP/s only. NeMo counts attention in full (nemo/utils/flops_formulas.py): its
+    # 25.04 page prints 1,943 TFLOP/s and 4,035 tokens/s for Llama 3 70B.
+    "nemo-longseq": SourceSettings(
+        zero=1,
+        attention="flash",
+        sp=True,
+        fp8_scaling="delayed",
+        recompute="none",
+        vocab_size=51200,
+        tflops=TflopsConvention("megatron", causal=False, counts_recompute=False),
+        notes=("nothing is recomputed, as in the launcher's configurations; the pages do not say",),
+    ),
     # Megatron-Bridge's recipes (src/megatron/bridge/recipes, scripts/performance/utils): distributed optimizer with
     # gradients reduced in bf16, overlapped with compute; Transformer Engine's loss; embedding and loss in place of a
     # layer each where layers do not divide.
@@ -228,7 +240,15 @@ SETTINGS: dict[str, SourceSettings] = {
     ),
     # fms-fsdp: PyTorch's flash attention, FSDP.
     "fms-fsdp": SourceSettings(attention="flash-2", transformer_engine=False),
-    "nemo-automodel": SourceSettings(attention="flash"),
+    "nemo-automodel": SourceSettings(attention="flash", uneven_stages=True),
+    # CCL-Bench: torchtitan on Perlmutter; the rest is in the TOML files beside the traces (``configurations``).
+    "ccl-bench": SourceSettings(
+        attention="flash-2",
+        transformer_engine=False,
+        sp=True,
+        uneven_stages=True,
+        notes=("sequence parallelism comes with torchtitan's tensor parallelism",),
+    ),
     # Megatron-MoE-ModelZoo: Megatron-Core with Transformer Engine, distributed optimizer; tables say the rest.
     "moe-modelzoo": SourceSettings(
         zero=1,

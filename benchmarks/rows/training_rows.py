@@ -14,6 +14,7 @@ from typing import Any
 
 from tracesim.scenario import Scenario
 
+from .configurations import configuration_of
 from .layouts import ends_count_as_layers, evenly, layout_text
 from .measured_time import iteration_ms
 from .recipes import bridge_recipe
@@ -75,6 +76,7 @@ def express(row: Mapping[str, Any], label: str, source: str) -> MeasuredRow:
     if metrics.get("oom"):
         raise RowSkippedError("the run ended out of memory")
     settings = SETTINGS.get(source, UNKNOWN_SOURCE)
+    configuration = configuration_of(row, source)
     scenario = scenario_for(row, label, source)
     time_ms = iteration_ms(metrics, scenario, settings)
     bubble = number_at(metrics, "bubble_rate_calculated") if time_ms is None else None
@@ -86,7 +88,13 @@ def express(row: Mapping[str, Any], label: str, source: str) -> MeasuredRow:
     if time_ms is None and allocated is None and reserved is None and bubble is None:
         raise RowSkippedError(f"none of its figures is compared: {', '.join(metrics) or 'it has none'}")
     return MeasuredRow(
-        label, scenario, time_ms, allocated, reserved, bubble and 100 * bubble, notes=settings.notes
+        label,
+        scenario,
+        time_ms,
+        allocated,
+        reserved,
+        bubble and 100 * bubble,
+        notes=(*settings.notes, *configuration.notes),
     )
 
 
@@ -104,8 +112,10 @@ def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
         raise RowSkippedError(f"offload {row['offload']!r} is not expressed")
     if "packed" in text_at(row, "notes"):
         raise RowSkippedError("the lengths of its packed sequences are not stated")
-    if "LoRA" in text_at(row, "table"):
-        raise RowSkippedError("low-rank adapters (LoRA) are not expressed: most weights are frozen")
+    configuration = configuration_of(row, source)
+    row = configuration.completed(row)
+    if "LoRA" in text_at(row, "table") and "lora" not in configuration.scenario.get("training", {}):
+        raise RowSkippedError("where its low-rank adapters are, and of which rank, is not stated")
     model = model_of(row, settings)
     parallel = _parallel(row, settings)
     training = _training(row, parallel, settings)
@@ -121,6 +131,7 @@ def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
     }
     if settings.recipes:
         _apply_recipe(mapping, row)
+    configuration.apply(mapping)
     _place_layers(mapping, row, settings)
     return scenario_of(mapping)
 

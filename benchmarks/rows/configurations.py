@@ -1,0 +1,260 @@
+"""What the configuration file or script of a run says beside its row: fields of the row, and of the scenario.
+
+Each function names its evidence, a file that the source itself published for the run or the defaults of its framework
+at that time. What such a file contradicts, or what has no cost here, is a reason to leave the row out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .row import RowSkippedError, count_at, mapping_at, number_at, text_at
+
+Section = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a configuration adds to a row."""
+
+    row: Section = field(default_factory=dict)
+    """Fields that the row leaves out, or prints in another sense."""
+    scenario: Mapping[str, Section] = field(default_factory=dict)
+    """Fields of the scenario by section."""
+    notes: tuple[str, ...] = ()
+
+    def completed(self, row: Section) -> dict[str, Any]:
+        """The row with the fields of the configuration."""
+        return {**row, **self.row}
+
+    def apply(self, mapping: dict[str, Any]) -> None:
+        """Put the configuration's fields into a scenario's mapping."""
+        for section, values in self.scenario.items():
+            given = mapping[section]
+            mapping[section] = {**given, **values} if isinstance(given, dict) else dict(values)
+
+
+def configuration_of(row: Section, source: str) -> Configuration:
+    """The configuration of a row; an empty one where none is known.
+
+    Raise RowSkippedError where it says that the run is not one that can be expressed.
+    """
+    known = _CONFIGURATIONS.get(source)
+    return known(row) if known else Configuration()
+
+
+# -- NVIDIA's fine-tuning with low-rank adapters -------------------------------------------------------------------
+
+_SQUAD_TOKENS = 160
+"""Tokens of a document of SQuAD, which all these runs pack. The rows say it themselves: TFLOP/s over tokens/s, less the
+4 FLOPs a weight of frozen matrices, is the attention of documents of 145 to 178 tokens (Llama 2 on H100)."""
+
+
+def _adapters(rank: int) -> Configuration:
+    return Configuration(
+        scenario={
+            "training": {
+                "lora": {"rank": rank, "targets": ["linear_qkv"]},
+                "sequence_lengths": {"mean": _SQUAD_TOKENS},
+            }
+        },
+        notes=(
+            f"adapters of rank {rank} at linear_qkv are the recipe's, SQuAD's documents of about 160 tokens the row's "
+            "own FLOPs",
+        ),
+    )
+
+
+def _nemo(row: Section) -> Configuration:
+    """Adapters at ``linear_qkv``, of the default rank of NeMo's class (nemo/collections/llm/peft/lora.py).
+
+    The place is that of its performance recipes (nemo/collections/llm/recipes/llama3_70b.py, ``target_modules``).
+    """
+    return _adapters(32) if "LoRA" in text_at(row, "table") else Configuration()
+
+
+def _bridge(row: Section) -> Configuration:
+    """Rank 16 at ``linear_qkv`` and packed sequences of SQuAD.
+
+    recipes/llama/llama3.py and scripts/performance/configs/llama/llama3_llm_finetune.py of Megatron Bridge.
+    """
+    return _adapters(16) if "LoRA" in text_at(row, "table") else Configuration()
+
+
+# -- NeMo AutoModel --------------------------------------------------------------------------------------------------
+
+
+def _automodel(row: Section) -> Configuration:
+    """examples/llm_benchmark: ``*_peft_benchmark.yaml``, ``deepseek_v3_te_deepep.yaml``, ``kimi_k2_te_deepep.yaml``.
+
+    Adapters of rank 16 at every ``*_proj`` of weights in bf16; activation checkpointing of whole layers but for Llama 3
+    8B, which has dropout of 0.1; asynchronous tensor parallelism and sequence parallelism with Llama 3 70B only; loss
+    without fp32 copies for the two mixtures.
+    """
+    name = text_at(mapping_at(row, "model"), "name")
+    if "LoRA" in text_at(row, "table"):
+        small, large = "8B" in name, "70B" in name
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        return Configuration(
+            row={"recompute": "none" if small else "full"},
+            scenario={
+                "training": {"lora": {"rank": 16, "targets": targets, "dropout": 0.1 if small else 0.0}},
+                "parallel": {"sp": large},
+                "overlap": {"tp": "async-tp" if large else False},
+                "libraries": {"transformer_engine": False},
+            },
+            notes=("adapters, recompute and overlap are those of the benchmark's YAML file",),
+        )
+    if name.startswith("Kimi") or row.get("num_microbatches") not in (None, 1):
+        raise RowSkippedError(
+            "its step runs the pipeline's schedule once for each of several local batches, which is not expressed"
+        )
+    local = row.get("local_batch")
+    if not isinstance(local, int):
+        return Configuration()
+    return Configuration(
+        row={"recompute": "full", "num_microbatches": local, "local_batch": None, "gbs": None},
+        scenario={
+            "model": {"base": "deepseek-v3", "name": "deepseek-v3", "mtp_layers": 0},
+            "parallel": {"ep_dispatcher": "deepep"},
+            "training": {"grad_reduce_dtype": "bf16"},
+        },
+        notes=(
+            "full recompute, DeepEP, bf16 gradients and one sequence a microbatch are those of the benchmark's YAML "
+            "file, which has no heads for multi-token prediction",
+        ),
+    )
+
+
+# -- torchtitan ------------------------------------------------------------------------------------------------------
+
+
+def _torchtitan(row: Section) -> Configuration:
+    """The command lines of benchmarks/*.md and the configurations that they name (llama3_8b.toml)."""
+    if not text_at(row, "table").startswith("2025-06 Trainy"):
+        return Configuration()
+    return Configuration(
+        row={"recompute": "per-op SAC"},
+        scenario={"training": {"fp8_param_gather": True}},
+        notes=(
+            "selective checkpointing by operators is that of llama3_8b.toml, which the command line names",
+        ),
+    )
+
+
+_CCL = {
+    "llama3-torchtitan-nccl-4gpu-fsdp_2-tp_2-b_4-s_512": (4, 4),
+    "llama3-torchtitan-nccl-4gpu-fsdp_4-b_4-s_512": (4, 4),
+    "deepseek-v3-16b-torchtitan-ep8-dp2-pp2-tp4-perlmutter": (4, 2),
+    "deepseek-v3-16b-torchtitan-ep32-dp8-pp4-tp4-perlmutter": (8, 2),
+    "deepseek-v3-236b-torchtitan-ep32-dp8-pp8-tp4-perlmutter": (8, 1),
+    "deepseek_v3_16b_ep8_dp2_tp4_w8_batch8_seq1024-nccl-perlmutter": (4, 4),
+}
+"""Local batch and microbatch of the TOML file beside each trace (``local_batch_size``,
+``pipeline_parallel_microbatch_size``)."""
+_SLINGSHOT_GB_PER_S = 25.0
+_GPUS_A_NODE = 4
+
+
+def _ccl_bench(row: Section) -> Configuration:
+    """trace_collection/NAME/*.toml: no activation checkpointing, units dropped behind each use, nothing compiled.
+
+    Perlmutter has four A100 a node. DeepSeek's flavors are those of torchtitan/models/deepseek_v3, attention of both
+    PyTorch's: FlashAttention 2, or FlexAttention for latent attention.
+    """
+    table, parallel = text_at(row, "table"), mapping_at(row, "parallel")
+    framework = text_at(row, "framework")
+    if not framework.startswith("torchtitan"):
+        raise RowSkippedError(
+            f"ran on a TPU with {framework}, for which there is neither profile nor kernels"
+        )
+    if "mscclpp" in table:
+        raise RowSkippedError("its collectives are those of MSCCL++, which have no cost here")
+    if parallel.get("dp_shard") == 1 and parallel.get("dp_replicate") == 1:
+        # distributed/utils.py, maybe_enable_amp.
+        raise RowSkippedError(
+            "without data parallelism torchtitan trains in fp32, in which attention runs in PyTorch's "
+            "memory-efficient kernel, which has no cost here"
+        )
+    if table not in _CCL:
+        raise RowSkippedError("the row and the configuration beside its trace give different degrees")
+    _check_transport(row)
+    local, micro = _CCL[table]
+    return Configuration(
+        row={"mbs": micro, "num_microbatches": local // micro, "recompute": "none"},
+        scenario={
+            "parallel": {"reshard": "always"},
+            "hardware": {"base": "a100-sxm-80g", "network": {"gpus_per_domain": 4}},
+        },
+        notes=("batch, microbatch and checkpointing are those of the TOML file beside the trace",),
+    )
+
+
+def _check_transport(row: Section) -> None:
+    """Raise RowSkippedError where a run between nodes moved far less than its network can, by its own figures.
+
+    NCCL without a plugin for Slingshot falls back to sockets; the cards do not say what it had.
+    """
+    metrics = mapping_at(row, "metrics")
+    seconds, share = number_at(metrics, "iter_time_s"), number_at(metrics, "communication_fraction_pct")
+    moved = sum(value for key, value in metrics.items() if key.startswith("collective_vol_"))
+    if count_at(row, "num_gpus") <= _GPUS_A_NODE or seconds is None or share is None:
+        return
+    rate = moved / (seconds * share / 100)
+    if rate < _SLINGSHOT_GB_PER_S / 5:
+        raise RowSkippedError(
+            f"its collectives moved {rate:.1f} GB/s a GPU by its own figures, of {_SLINGSHOT_GB_PER_S:g} that the "
+            "network has: which transport NCCL used is not stated"
+        )
+
+
+# -- Megatron-LM -----------------------------------------------------------------------------------------------------
+
+_TABLE_1 = {"1.7B": (16, 1), "7.5B": (16, 1), "39.1B": (4, 1), "76.1B": (2, 3), "310.1B": (1, 2)}
+"""Micro-batch size and model chunks a rank by size: examples/sc21/run_table_1.sh of Megatron-LM."""
+
+
+def _sc21(row: Section) -> Configuration:
+    size = text_at(mapping_at(row, "model"), "name").removeprefix("GPT ")
+    if text_at(row, "table") != "Table 1" or size not in _TABLE_1:
+        return Configuration()
+    micro, chunks = _TABLE_1[size]
+    return Configuration(
+        row={"mbs": micro, "parallel": {**mapping_at(row, "parallel"), "vpp": chunks}},
+        notes=("micro-batch size and model chunks are those of examples/sc21/run_table_1.sh",),
+    )
+
+
+def _longseq(row: Section) -> Configuration:
+    """NeMo's recipes for long sequences (llama3_8b_16k.py, llama3_8b_64k.py) have one sequence a microbatch.
+
+    The page's first version prints the node count of the B200 table four times too large: its later version has 2 to 32
+    GPUs, as the degrees multiply to.
+    """
+    model, parallel = mapping_at(row, "model"), mapping_at(row, "parallel")
+    fields: dict[str, Any] = {}
+    if re.search("B200", text_at(row, "table")):
+        fields["num_gpus"] = parallel["tp"] * parallel["pp"] * parallel["cp"] * parallel["dp"]
+    if model.get("seq", 0) >= 16384:
+        fields["mbs"] = 1
+    return Configuration(
+        row=fields,
+        notes=(
+            "one sequence a microbatch is that of the recipes for long sequences; B200 GPUs as the page has them now",
+        ),
+    )
+
+
+_CONFIGURATIONS: dict[str, Callable[[Section], Configuration]] = {
+    "nemo-24.07": _nemo,
+    "nemo-24.12": _nemo,
+    "megatron-bridge": _bridge,
+    "nemo-automodel": _automodel,
+    "torchtitan-bench": _torchtitan,
+    "ccl-bench": _ccl_bench,
+    "megatron-sc21": _sc21,
+    "nemo-longseq": _longseq,
+}

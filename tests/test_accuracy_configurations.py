@@ -1,0 +1,179 @@
+"""The scoreboard: what configuration files and scripts of a source say beside its rows, and what they rule out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.rows import RowSkippedError
+from benchmarks.rows.configurations import configuration_of
+from tests.measured_rows import expressed
+from tracesim.scenario import Scenario
+
+LORA: dict[str, Any] = {
+    "source": "nemo-24.07",
+    "framework": "NeMo 24.07",
+    "table": "Finetuning LoRA",
+    "gpu": "DGX-H100",
+    "num_gpus": 8,
+    "gbs": 32,
+    "mbs": 1,
+    "precision": "FP8",
+    "model": {"name": "LLAMA2-7B", "seq": 4096},
+    "parallel": {"tp": 1, "pp": 1},
+    "metrics": {"tokens_per_s_per_gpu": 25206},
+}
+CCL: dict[str, Any] = {
+    "source": "ccl-bench",
+    "framework": "torchtitan",
+    "table": "llama3-torchtitan-nccl-4gpu-fsdp_4-b_4-s_512",
+    "gpu": "nvidia_a100",
+    "num_gpus": 4,
+    "num_microbatches": 1,
+    "batch_as_printed": 4,
+    "precision": "bf16",
+    "model": {"name": "llama-3.1-8b", "seq": 512},
+    "parallel": {"cp": 1, "dp_replicate": 1, "dp_shard": 4, "ep": 1, "pp": 1, "tp": 1},
+    "metrics": {"iter_time_s": 1.4, "communication_fraction_pct": 34.0, "collective_vol_allgather_gb": 40.0},
+}
+
+
+def scenario(row: dict[str, Any], folder: Path, **changes: Any) -> Scenario:
+    return expressed({**row, **changes}, folder).scenario
+
+
+def refusal(row: dict[str, Any], folder: Path, **changes: Any) -> str:
+    with pytest.raises(RowSkippedError) as caught:
+        expressed({**row, **changes}, folder)
+    return str(caught.value)
+
+
+def test_adapters_of_nvidias_fine_tuning_lie_at_the_projection_of_queries_keys_and_values(tmp_path):
+    row = expressed(LORA, tmp_path)
+    lora, lengths = row.scenario.training.lora, row.scenario.training.sequence_lengths
+    assert lora is not None
+    assert lengths is not None
+    assert (lora.rank, lora.targets, lengths.mean) == (32, ("linear_qkv",), 160)
+    assert any("adapters of rank 32" in note for note in row.notes)
+    bridge = scenario(LORA, tmp_path, source="megatron-bridge", table="26.06 / LoRA Performance")
+    assert bridge.training.lora is not None
+    assert bridge.training.lora.rank == 16
+
+
+def test_a_table_of_adapters_without_their_recipe_is_left_out(tmp_path):
+    assert "of which rank, is not stated" in refusal(LORA, tmp_path, source="nemo-25.02-25.04")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "parallel", "recompute", "tp_overlap"),
+    [
+        ("Llama3 8B", 1, {"fsdp": 1, "tp": 1}, "none", False),
+        ("Llama3 70B", 8, {"fsdp": 4, "tp": 2}, "full", "async-tp"),
+        ("Qwen2.5 32B", 8, {"fsdp": 4, "tp": 2}, "full", False),
+    ],
+)
+def test_what_the_benchmark_files_of_automodel_set(name, gpus, parallel, recompute, tp_overlap, tmp_path):
+    changes = {"source": "nemo-automodel", "model": {"name": name, "seq": 4096}, "precision": "bf16"}
+    found = scenario(LORA, tmp_path, **changes, num_gpus=gpus, parallel=parallel)
+    assert found.training.lora is not None
+    assert len(found.training.lora.targets) == 7
+    assert (found.training.recompute.mode, found.overlap.tp) == (recompute, tp_overlap)
+    assert found.parallel.sp == (tp_overlap == "async-tp")
+
+
+def test_a_local_batch_of_automodel_is_that_many_microbatches(tmp_path):
+    row = {
+        **{key: LORA[key] for key in ("gpu", "metrics")},
+        "source": "nemo-automodel",
+        "table": "Pre-Training Performance",
+        "precision": "bf16",
+        "num_gpus": 256,
+        "gbs": 512,
+        "local_batch": 8,
+        "mbs": 1,
+        "num_microbatches": 1,
+        "model": {"name": "DeepSeek V3 671B", "seq": 4096},
+        "parallel": {"ep": 64, "fsdp": 64, "pp": 4, "tp": 1, "vpp": 8},
+    }
+    found = scenario(row, tmp_path)
+    assert (found.training.micro_batch_size, found.training.num_microbatches) == (1, 8)
+    assert (found.global_batch_size, found.model.mtp_layers, found.parallel.ep_dispatcher) == (
+        512,
+        0,
+        "deepep",
+    )
+    assert "runs the pipeline's schedule once for each" in refusal(row, tmp_path, num_microbatches=2)
+
+
+def test_the_file_beside_a_trace_says_its_batch(tmp_path):
+    found = scenario(CCL, tmp_path)
+    assert (found.training.micro_batch_size, found.training.recompute.mode) == (4, "none")
+    assert (found.parallel.zero, found.parallel.reshard) == (3, "always")
+    assert found.hardware.network.gpus_per_domain == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"framework": "torchxla"}, "ran on a TPU"),
+        ({"table": "llama3-torchtitan-mscclpp-4gpu-fsdp_4-b_4-s_512"}, "MSCCL"),
+        ({"table": "deepseek-v3-16b-torchtitan-ep4-dp4-tp2-perlmutter"}, "give different degrees"),
+        (
+            {"parallel": {"dp_replicate": 1, "dp_shard": 1, "pp": 2, "tp": 2}},
+            "torchtitan trains in fp32",
+        ),
+        (
+            {"num_gpus": 8, "metrics": {**CCL["metrics"], "collective_vol_allgather_gb": 0.4}},
+            "moved 0.8 GB/s a GPU by its own figures",
+        ),
+    ],
+)
+def test_runs_that_their_files_do_not_determine(changes, reason, tmp_path):
+    assert reason in refusal(CCL, tmp_path, **changes)
+
+
+def test_scripts_of_megatron_say_the_microbatches_of_table_1(tmp_path):
+    row = {
+        "source": "megatron-sc21",
+        "framework": "Megatron-LM",
+        "table": "Table 1",
+        "gpu": "A100-80GB-SXM",
+        "gbs": 1792,
+        "num_gpus": 1024,
+        "model": {
+            "name": "GPT 76.1B",
+            "layers": 60,
+            "hidden": 10240,
+            "heads": 80,
+            "seq": 2048,
+            "vocab": 51200,
+        },
+        "parallel": {"tp": 8, "pp": 4, "dp": 32},
+        "metrics": {"tflops_per_gpu": 140},
+    }
+    found = scenario(row, tmp_path)
+    assert (found.training.micro_batch_size, found.parallel.vpp, found.schedule) == (2, 3, "interleaved-1f1b")
+
+
+def test_the_page_of_long_sequences_has_fewer_gpus_now(tmp_path):
+    row = {
+        "source": "nemo-longseq",
+        "table": "LLAMA3-8B (FP8) - B200",
+        "gpu": "B200",
+        "gbs": 64,
+        "num_gpus": 64,
+        "precision": "FP8",
+        "model": {"name": "LLAMA3-8B", "seq": 65536},
+        "parallel": {"cp": 4, "dp": 4, "pp": 1, "tp": 1},
+        "metrics": {"tflops_per_gpu": 1600},
+    }
+    found = expressed(row, tmp_path)
+    assert (found.scenario.parallel.world_size, found.scenario.training.micro_batch_size) == (16, 1)
+    short = {**row, "model": {"name": "LLAMA3-8B", "seq": 8192}}
+    assert "does not say mbs" in refusal(short, tmp_path)
+
+
+def test_sources_without_a_configuration_are_left_as_they_are():
+    assert configuration_of({"model": {"name": "x"}}, "unheard of").completed({"mbs": 1}) == {"mbs": 1}
