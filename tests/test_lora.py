@@ -306,6 +306,7 @@ def test_wrong_adapters_are_refused(lora: Any, message: str) -> None:
         ({"training__deferred_head_gradients": 2}, "a head that training.lora freezes"),
         ({"model": "mixtral-8x7b"}, "mixtral-8x7b has experts"),
         ({"model": "deepseek-v2-lite"}, "experts and latent attention"),
+        ({"model": "nemotron-h-8b"}, "state-space layers and layers of one part"),
         (
             {"model__activation": "gelu", "training__lora": {"rank": 8, "targets": ["gate_proj"]}},
             "no gate; nearest: up_proj",

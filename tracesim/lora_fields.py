@@ -115,6 +115,8 @@ def check_lora(
             ("state spaces", model.state_space is not None),
             ("experts", model.moe is not None),
             ("latent attention", model.latent_attention is not None),
+            ("state-space layers", any(model.mixer(n) == "state_space" for n in range(model.layers))),
+            ("layers of one part", bool(model.layer_pattern)),
             ("heads for multi-token prediction", model.mtp_layers > 0),
             ("a vision encoder", model.vision is not None),
             ("image patches", model.patches is not None),
@@ -125,7 +127,7 @@ def check_lora(
         problems.note(
             _PATH,
             f"{model.name} has {' and '.join(unplaced)}; adapters are placed at dense layers with one projection to "
-            "queries, keys and values: leave it out, or train such a model",
+            "queries, keys and values; leave it out, or train such a model",
         )
         return
     if not model.gated and "gate_proj" in lora.targets:
