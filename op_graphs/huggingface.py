@@ -11,6 +11,7 @@ from typing import Any
 
 from .huggingface_dense import DENSE_READERS
 from .huggingface_experts import EXPERT_READERS
+from .huggingface_hybrid import HYBRID_READERS
 from .huggingface_keys import Keys
 from .huggingface_vision import VISION_READERS
 from .model import ModelDescription, ModelError
@@ -19,7 +20,7 @@ from .model_consistency import inconsistencies
 
 _MARKS = ("model_type", "architectures", "num_hidden_layers", "n_layer", "transformers_version")
 _NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
-READERS = DENSE_READERS | EXPERT_READERS | VISION_READERS
+READERS = DENSE_READERS | EXPERT_READERS | HYBRID_READERS | VISION_READERS
 """Functions from keys to fields, by ``model_type``."""
 
 

@@ -10,6 +10,12 @@ from dataclasses import dataclass
 
 from .dispatchers import DISPATCHERS, Dispatcher, RoutedSizes, kept_bytes
 from .linear import Linear, is_quantized_linear
+from .lower_latent_experts import (
+    into_latent,
+    into_latent_backward,
+    out_of_latent,
+    out_of_latent_backward,
+)
 from .lower_linear import forward_gemm, input_gradient_gemm, weight_gradient
 from .lower_mlp import Mlp, MlpSaved, mlp_backward, mlp_forward, recompute_mlp
 from .lower_quantization import (
@@ -53,6 +59,8 @@ class ExpertsSaved:
     activated: _Activated | None
     """None where the activation is recomputed (``moe_act``)."""
     shared: MlpSaved | None
+    latent_output: Tensor | None = None
+    """What the projection out of a latent space reads, where experts work in one."""
 
 
 def _dispatcher(context: LoweringContext) -> Dispatcher:
@@ -81,7 +89,10 @@ def experts_forward(
             builder, context, layer, normalized, keep_copy=keep_input
         )
         builder.keep_activations = keep
+    latent = into_latent(builder, context, layer, normalized, keep_input=keep_input)
     expert_input = dispatcher.dispatch(builder, context, sizes, "dispatch")
+    if latent is not None:
+        builder.release(latent, builder.last_row)
     kept = kept_bytes(context, dispatcher.permutation(context, sizes))
     if kept:
         routing.append(builder.activation("permutation", kept, builder.last_row))
@@ -94,6 +105,7 @@ def experts_forward(
     combined = dispatcher.combine(builder, context, sizes, output, "combine")
     for tensor in routing:
         builder.forget_unless_kept(tensor, builder.last_row)
+    latent_output, combined = out_of_latent(builder, context, layer, combined)
     if shared_output is not None:
         size = context.hidden_bytes
         row = builder.memory_bound(
@@ -101,7 +113,8 @@ def experts_forward(
         )
         builder.release(shared_output, row)
     fc1_output, activated = saved_inner
-    return ExpertsSaved(tuple(routing), expert_input, fc1_output, activated, shared_saved), combined
+    saved = ExpertsSaved(tuple(routing), expert_input, fc1_output, activated, shared_saved, latent_output)
+    return saved, combined
 
 
 def _with_padding(
@@ -121,7 +134,7 @@ def _without_padding(
 def _resized(
     builder: ProgramBuilder, context: LoweringContext, source: Tensor, name: str, rows: int
 ) -> Tensor:
-    written = context.item * rows * context.model.hidden_size
+    written = context.item * rows * context.routed_size
     read = min(written, float(builder.size_of(source)))
     row = builder.memory_bound(name, OpKind.PERMUTE, read=read, written=written, dtype=context.dtype)
     builder.release(source, row)
@@ -150,8 +163,8 @@ def _shared_forward(
 def _expert_linear(context: LoweringContext, layer: int, sizes: RoutedSizes, which: str) -> Linear:
     """The first (``fc1``) or second (``fc2``) linear of the local experts."""
     first, width = _widths(context)
-    hidden = context.model.hidden_size
-    inputs, outputs = (hidden, first) if which == "fc1" else (width, hidden)
+    outer = context.routed_size
+    inputs, outputs = (outer, first) if which == "fc1" else (width, outer)
     return Linear(
         f"expert_{which}",
         context.module(layer, f"mlp.experts.linear_{which}"),
@@ -315,6 +328,9 @@ def experts_backward(
     d_shared: Tensor | None = None
     if moe.shared_ffn_size:
         d_shared = _shared_backward(builder, context, layer, saved, normalized, d_output)
+    if saved.latent_output is not None:
+        d_output = out_of_latent_backward(builder, context, layer, saved.latent_output, d_output, owned=owned)
+        owned = True
     # Backward of combine is a dispatch of the gradients, backward of dispatch a combine.
     d_fc2_output = dispatcher.dispatch(builder, context, sizes, "combine_backward")
     if owned:
@@ -326,6 +342,8 @@ def experts_backward(
     scores, *permutation = saved.routing
     for tensor in permutation:
         builder.release(tensor, builder.last_row)
+    if saved.latent_output is not None:
+        gradient = into_latent_backward(builder, context, layer, normalized, gradient)
     router_backward(builder, context, layer, sizes, scores, normalized)
     size = context.hidden_bytes
     branches = 2 if d_shared is None else 3

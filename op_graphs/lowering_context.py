@@ -101,6 +101,11 @@ class LoweringContext:
         return self.training.grad_reduce_dtype
 
     @property
+    def routed_size(self) -> int:
+        """Elements of a token as it travels to experts: the hidden state's, or fewer (``latent_size``)."""
+        return self.experts.latent_size or self.model.hidden_size
+
+    @property
     def local_query_size(self) -> int:
         """Query outputs on this rank."""
         return self.model.query_size // self.tp

@@ -74,6 +74,9 @@ class MixtureOfExperts:
     """Groups the experts of one token may come from."""
     expert_bias: bool = False
     """Whether the two linears of an expert have biases (gpt-oss)."""
+    latent_size: int = 0
+    """Width that tokens are projected to in front of their experts, and from behind them; 0: experts read the hidden
+    state (LatentMoE, Nemotron 3)."""
     scores_on_input: bool = False
     """Whether scores scale an expert's input, not its output (Llama 4)."""
 
@@ -320,6 +323,11 @@ class ModelDescription:
     def prediction_layers(self) -> int:
         """Layers of one prediction head."""
         return max(1, len(self.mtp_pattern))
+
+    @property
+    def layer_numbers(self) -> range:
+        """Numbers of all layers, and behind them of those of one prediction head, where there is any."""
+        return range(self.layers + (self.prediction_layers if self.mtp_layers else 0))
 
     @property
     def distinct_prediction_heads(self) -> int:

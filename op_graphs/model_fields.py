@@ -142,6 +142,7 @@ RULES: dict[type, dict[str, Check | Part]] = {
         "top_groups": _whole(1, 1 << 16),
         "expert_bias": switch_problem,
         "scores_on_input": switch_problem,
+        "latent_size": _whole(0),
     },
     LatentAttention: {
         "kv_lora_rank": _whole(),

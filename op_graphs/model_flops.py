@@ -136,9 +136,11 @@ def layer_matrix_elements(
     matrices = 3 if model.gated else 2
     if model.moe is None or not model.is_moe_layer(layer):
         return count + matrices * model.hidden_size * model.layer_ffn_size(layer)
-    width = model.moe.top_k * model.moe.expert_ffn_size + model.moe.shared_ffn_size
-    router = 0 if convention == "megatron" else _router_matrix_elements(model, model.moe)
-    return count + matrices * model.hidden_size * width + router
+    moe, hidden = model.moe, model.hidden_size
+    chosen = moe.top_k * moe.expert_ffn_size * (moe.latent_size or hidden)
+    latent = 2 * hidden * moe.latent_size
+    router = 0 if convention == "megatron" else _router_matrix_elements(model, moe)
+    return count + matrices * (chosen + moe.shared_ffn_size * hidden) + latent + router
 
 
 def _router_matrix_elements(model: ModelDescription, moe: MixtureOfExperts) -> int:

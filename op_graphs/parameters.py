@@ -228,6 +228,6 @@ def _distinct_layers(model: ModelDescription) -> list[tuple[int, int]]:
 
 def _elements_of_an_expert(model: ModelDescription) -> int:
     assert model.moe is not None
-    ffn, hidden = model.moe.expert_ffn_size, model.hidden_size
+    ffn, hidden = model.moe.expert_ffn_size, model.moe.latent_size or model.hidden_size
     first = 2 * ffn if model.gated else ffn
     return first * hidden + hidden * ffn + (first + hidden if model.moe.expert_bias else 0)

@@ -10,13 +10,12 @@ _LARGEST_ADVICE = 1 << 12
 
 def dense_ffn_sizes(model: ModelDescription) -> list[int]:
     """Widths that occur among the dense MLPs, in ascending order; empty where every layer has experts."""
-    return sorted({model.layer_ffn_size(layer) for layer in range(model.layers)} - {0})
+    return sorted({model.layer_ffn_size(layer) for layer in model.layer_numbers} - {0})
 
 
 def mixers_of(model: ModelDescription) -> list[Mixer]:
     """The mixers that layers and prediction heads of a model have, in the order of the registry."""
-    layers = range(model.layers + (model.prediction_layers if model.mtp_layers else 0))
-    found = {model.mixer(layer) for layer in layers}
+    found = {model.mixer(layer) for layer in model.layer_numbers}
     return [mixer for name, mixer in MIXERS.items() if name in found]
 
 

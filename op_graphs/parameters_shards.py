@@ -103,9 +103,13 @@ class Shards(TensorCuts):
         tensors = [self.replicated(f"{path}.router.weight", (moe.experts, hidden), layer)]
         if moe.router_linear_bias:
             tensors.append(self.replicated(f"{path}.router.bias", (moe.experts,), layer, "bias"))
+        outer = moe.latent_size or hidden
+        if moe.latent_size:
+            shape = (moe.latent_size, hidden)
+            tensors.append(self.replicated(f"{path}.fc1_latent_proj.weight", shape, layer))
         linears = (
-            ("linear_fc1", (2 * ffn if self.model.gated else ffn, hidden), 0),
-            ("linear_fc2", (hidden, ffn), 1),
+            ("linear_fc1", (2 * ffn if self.model.gated else ffn, outer), 0),
+            ("linear_fc2", (outer, ffn), 1),
         )
         for name, shape, axis in linears:
             for part in ("weight", "bias") if moe.expert_bias else ("weight",):
@@ -121,6 +125,9 @@ class Shards(TensorCuts):
                     )
                     for expert in range(moe.experts // self.ep)
                 ]
+        if moe.latent_size:
+            shape = (hidden, moe.latent_size)
+            tensors.append(self.replicated(f"{path}.fc2_latent_proj.weight", shape, layer))
         if moe.shared_ffn_size:
             shared = f"{path}.shared_experts"
             tensors += self._mlp(shared, layer, moe.shared_ffn_size // self.tp, bias=False)

@@ -81,6 +81,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
             "shared_ffn_size": draw(st.sampled_from([0, 64])),
             "first_dense_layers": draw(st.sampled_from([0, 1])),
             **draw(st.sampled_from(CAPACITY)),
+            "latent_size": draw(st.sampled_from([0, 0, 32])),
         }
     kind = draw(st.integers(0, 5))
     if kind == 0:

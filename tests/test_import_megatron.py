@@ -111,6 +111,7 @@ def test_what_megatron_trains_where_nothing_else_is_said():
         ({"group-query-attention": True, "num-query-groups": 2}, lambda s: s.model.kv_heads, 2),
         ({"num-query-groups": 2}, lambda s: s.model.kv_heads, 8),
         ({"position-embedding-type": "rope"}, lambda s: s.model.positions, "rotary"),
+        ({"position-embedding-type": "none"}, lambda s: s.model.positions, "none"),
         ({"use-rotary-position-embeddings": True}, lambda s: s.model.positions, "rotary"),
         ({"tokenizer-type": "NullTokenizer", "vocab-size": 8193}, lambda s: s.model.padded_vocab(2), 8448),
         ({"bf16": None, "fp16": True}, lambda s: s.training.grad_reduce_dtype, DType.FP16),

@@ -62,6 +62,8 @@ PUBLISHED_COUNTS = {
     "llama4-scout": 108_641_793_536,
     "nemotron-h-8b": 8_100_852_736,
     "nemotron3-nano-30b-a3b": 31_577_937_344,
+    # Of the 123,611,012,096 of the checkpoint 2,942,324,736 are the prediction head.
+    "nemotron3-super-120b-a12b": 123_611_012_096 - 2_942_324_736,
     "qwen2.5-vl-7b": 8_292_166_656,
     # timm's vit_large_patch16_224 and vit_huge_patch14_224, heads of 1,000 classes.
     "vit-l": 304_326_632,

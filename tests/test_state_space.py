@@ -14,7 +14,7 @@ import pytest
 
 from op_graphs.graph import OpGraph
 from op_graphs.model import ModelError
-from op_graphs.model_flops import model_flops_per_token
+from op_graphs.model_flops import model_flops_per_token, mtp_flops_per_token
 from op_graphs.parameters import (
     count_active_parameters,
     count_parameters,
@@ -111,8 +111,8 @@ def load_tensors(pattern: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("name", "active", "without_embedding"),
-    # arXiv:2512.20848, section 2: 3.2 billion active of 31.6, 3.6 with the embedding.
-    [("nemotron3-nano-30b-a3b", 3.6, 3.2)],
+    # arXiv:2512.20848, section 2: 3.2 billion active of 31.6, 3.6 with the embedding. arXiv:2604.12374: 12 of 120.
+    [("nemotron3-nano-30b-a3b", 3.6, 3.2), ("nemotron3-super-120b-a12b", 12.8, 12.2)],
 )
 def test_active_parameters_equal_the_published_ones(name: str, active: float, without_embedding: float):
     model = load_model(name)
@@ -159,11 +159,20 @@ def test_model_flops_count_the_forward_products_three_times():
     assert model_flops_per_token(model, SEQUENCE) == pytest.approx(3 * forward)
 
 
-def test_megatron_counts_the_flops_that_its_tables_print():
-    # Megatron Bridge, Nemotron 3 Nano: 885 model TFLOP/s at 39,749 tokens a second, 323 at 14,507, printed in whole
-    # TFLOP/s (docs/performance-summary.md).
-    flops = model_flops_per_token(load_model("nemotron3-nano-30b-a3b"), 8192, convention="megatron")
-    for tflops, tokens in ((885, 39_749), (747, 33_522), (786, 35_282), (323, 14_507)):
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    # Megatron Bridge's performance summary: whole TFLOP/s at so many tokens a second and GPU. Of Super the prediction
+    # head counts twice.
+    [
+        ("nemotron3-nano-30b-a3b", [(885, 39_749), (747, 33_522), (786, 35_282), (323, 14_507)]),
+        ("nemotron3-super-120b-a12b", [(839, 9_900), (689, 8_131), (815, 9_623), (783, 9_243)]),
+    ],
+)
+def test_megatron_counts_the_flops_that_its_tables_print(name: str, printed: list[tuple[int, int]]):
+    model = load_model(name)
+    flops = model_flops_per_token(model, 8192, convention="megatron")
+    flops += mtp_flops_per_token(model, 8192, convention="megatron")
+    for tflops, tokens in printed:
         assert tflops * 1e12 / tokens == pytest.approx(flops, rel=0.5 / tflops + 1e-4)
 
 
@@ -210,6 +219,35 @@ def test_layers_may_have_a_state_space_in_the_place_of_attention():
     assert names["ssm_chunk_scan"] == 3 * microbatches
     assert names["flash_attention"] == microbatches
     assert names["fc1"] == 4 * microbatches
+
+
+@pytest.mark.parametrize("plan", [{}, {"parallel__tp": 4, "parallel__sp": True}, {"parallel__ep": 2, "parallel__dp": 2},
+                                  {"training__dtype": "fp8-tensorwise"},
+                                  {"training__recompute": {"modules": ["moe"]}}])  # fmt: skip
+def test_experts_of_a_latent_space_do_less_and_two_projections_more(plan: dict[str, Any]):
+    latent = 64
+    scenario, plain = lowered("EE", **plan)
+    inside = {**EXPERTS, "latent_size": latent}
+    narrow, graph = lowered("EE", **plan, model__moe=inside)
+    assert_nothing_leaks(graph)
+    forward = 2 * HIDDEN * latent - 3 * EXPERTS["top_k"] * EXPERTS["expert_ffn_size"] * (HIDDEN - latent)
+    passes = 4 if plan.get("training__recompute") else 3
+    more = 2 * 2.0 * passes * forward * scenario.tokens
+    assert step_flops(graph, scenario) - step_flops(plain, scenario) == pytest.approx(more, rel=1e-9)
+    held = count_parameters(narrow.model) - count_parameters(scenario.model)
+    each = 2 * HIDDEN * latent - 3 * EXPERTS["experts"] * EXPERTS["expert_ffn_size"] * (HIDDEN - latent)
+    assert held == 2 * each
+    counted = [model_flops_per_token(model, SEQUENCE) for model in (narrow.model, scenario.model)]
+    assert counted[0] - counted[1] == pytest.approx(2 * 6.0 * forward)
+
+
+def test_tokens_travel_to_experts_at_the_latent_width():
+    plan = {"parallel__ep": 2, "parallel__dp": 2}
+    sent = {}
+    for latent in (0, 64):
+        _, graph = lowered("E", **plan, model__moe={**EXPERTS, "latent_size": latent})
+        sent[latent] = bytes_by_name(graph)["dispatch_all_to_all"]
+    assert sent[64] == sent[0] * 64 // HIDDEN
 
 
 # -- communication -----------------------------------------------------------------------------------------------

@@ -112,10 +112,11 @@ def check_context_parallel(
     for mixer in mixers_of(model):
         if problem := mixer.context_parallel_problem(model, parallel.tp, parallel.cp):
             problems.add("parallel.cp", parallel.cp, problem)
-    if not any(model.mixer(layer) == "attention" for layer in range(model.layers)):
+    attention = [layer for layer in model.layer_numbers if model.mixer(layer) == "attention"]
+    if not attention:
         return
     kv_heads = max(1, (model.heads if model.latent_attention else model.kv_heads) // parallel.tp)
-    windowed = any(model.attention_window(layer) for layer in range(model.layers))
+    windowed = any(model.attention_window(layer) for layer in attention)
     if windowed and parallel.cp_comm in ("p2p", "a2a+p2p"):
         problems.add(
             "parallel.cp_comm",
@@ -201,7 +202,7 @@ def check_recompute(model: ModelDescription, training: TrainingPlan, problems: P
     path = "training.recompute.modules"
     if not problems.sound(path):
         return
-    layers = range(model.layers)
+    layers = model.layer_numbers
     has = {
         "core_attn": any(model.mixer(layer) == "attention" for layer in layers),
         "layernorm": True,

@@ -214,7 +214,7 @@ def _check_storage(dtype: str, parallel: ParallelPlan, training: TrainingPlan, p
 
 def _check_widths(dtype: str, model: ModelDescription, parallel: ParallelPlan, problems: Problems) -> None:
     multiple = _MULTIPLES.get(dtype, _MULTIPLE)
-    layers = range(model.layers)
+    layers = model.layer_numbers
     widths = {"hidden_size": model.hidden_size}
     for mixer in mixers_of(model):
         widths.update(mixer.widths(model, parallel.tp))

@@ -66,6 +66,8 @@ PRESETS = {
     "kimik2": "kimi-k2",
     "gptoss120b": "gpt-oss-120b",
     "moonlight16b": "moonlight-16b-a3b",
+    "nemotron3nano": "nemotron3-nano-30b-a3b",
+    "nemotron3super": "nemotron3-super-120b-a12b",
     "llama370bsft": "llama3-70b",
     "mixtral8x22b": "mixtral-8x22b",
     "llama7b": "llama2-7b",
@@ -117,6 +119,15 @@ _NEMOTRON: dict[str, dict[str, Any]] = {
     "22b": {"layers": 40, "hidden_size": 6144, "ffn_size": 24576, "heads": 48},
     "340b": {"layers": 96, "hidden_size": 18432, "ffn_size": 73728, "heads": 96, "kv_heads": 8},
 }
+_LIGHTNING: dict[str, Any] = {
+    # src/megatron/bridge/recipes/nemotronh/nemotron_3_5_lightning.py: the layers of Nemotron 3 Nano and a prediction
+    # head that is applied twice; its TFLOP/s a token are those of that.
+    "base": "nemotron3-nano-30b-a3b",
+    "name": "nemotron3.5-lightning",
+    "mtp_layers": 2,
+    "mtp_pattern": "*E",
+    "mtp_repeated": True,
+}
 _GPT_SIZES: dict[str, dict[str, int]] = {
     # NeMo-Framework-Launcher conf/training/gpt3/5b.yaml; arXiv:2104.04473, section 5.2 (174.6B) and Table 1 (529.6B).
     "gpt35b": {"layers": 24, "hidden_size": 4096, "heads": 32},
@@ -144,6 +155,8 @@ def model_of(row: Mapping[str, Any], settings: SourceSettings) -> str | dict[str
     stated = _stated_dimensions(model, text_at(row, "notes"))
     if known in PRESETS:
         return {"base": PRESETS[known], "name": PRESETS[known], **stated} if stated else PRESETS[known]
+    if known == "nemotron35lightning":
+        return _LIGHTNING
     if known.startswith("nemotron") and known[8:] in _NEMOTRON:
         return _nemotron(known[8:])
     if known == "internlm7b":

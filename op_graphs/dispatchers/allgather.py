@@ -19,7 +19,7 @@ class AllGather:
         self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, name: str
     ) -> Tensor:
         """Gather all tokens, then pick those of the local experts."""
-        hidden = context.model.hidden_size
+        hidden = context.routed_size
         gathered_bytes = context.item * sizes.tokens * hidden * context.parallel.ep * context.parallel.etp
         gathered: Tensor | None = None
         if context.parallel.ep * context.parallel.etp > 1:
@@ -39,7 +39,7 @@ class AllGather:
         self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, source: Tensor, name: str
     ) -> Tensor:
         """Spread the outputs over all tokens, then reduce-scatter."""
-        hidden = context.model.hidden_size
+        hidden = context.routed_size
         gathered_bytes = context.item * sizes.tokens * hidden * context.parallel.ep * context.parallel.etp
         permutation = self.permutation(context, sizes)
         current = add_copies(builder, context, permutation, f"{name}_unpermute", "unpermuted_tokens", source)
@@ -57,6 +57,6 @@ class AllGather:
 
     def permutation(self, context: LoweringContext, sizes: RoutedSizes) -> Permutation:
         """Tokens of the whole group to those of the local experts."""
-        width = context.item * context.model.hidden_size
+        width = context.item * context.routed_size
         tokens = sizes.tokens * context.parallel.ep * context.parallel.etp
         return Permutation(tokens, sizes.copies, sizes.local_experts, width)

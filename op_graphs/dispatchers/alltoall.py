@@ -20,7 +20,7 @@ class AllToAll:
         self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, name: str
     ) -> Tensor:
         """Bring ``[tokens, hidden]`` to the experts; returns the tensor by local expert, which the caller releases."""
-        hidden = context.model.hidden_size
+        hidden = context.routed_size
         sent = context.item * sizes.sent_copies / context.parallel.etp * hidden
         load, most = context.load.copies, context.load.most_copies
         arrived = context.item * sizes.copies * hidden
@@ -46,7 +46,7 @@ class AllToAll:
         self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, source: Tensor, name: str
     ) -> Tensor:
         """Bring expert outputs back and add them up for each token; releases ``source``."""
-        hidden = context.model.hidden_size
+        hidden = context.routed_size
         sent = context.item * sizes.sent_copies / context.parallel.etp * hidden
         load, most = context.load.copies, context.load.most_copies
         arrived = context.item * sizes.copies * hidden
@@ -74,6 +74,6 @@ class AllToAll:
 
     def permutation(self, context: LoweringContext, sizes: RoutedSizes) -> Permutation:
         """Tokens of the rank to what it sends."""
-        width = context.item * context.model.hidden_size
+        width = context.item * context.routed_size
         copies = sizes.sent_copies / context.parallel.etp
         return Permutation(sizes.tokens, copies, context.experts.experts, width)

@@ -31,7 +31,7 @@ class DeepEP(AllToAll):
         """Send ``[tokens, hidden]`` to the ranks of the experts, then copy them for each expert."""
         if context.parallel.ep == 1:
             return super().dispatch(builder, context, sizes, name)
-        hidden, item = context.model.hidden_size, context.item
+        hidden, item = context.routed_size, context.item
         quantized: Tensor | None = None
         if context.dispatches_quantized:
             assert context.recipe is not None
@@ -58,7 +58,7 @@ class DeepEP(AllToAll):
         """Add up the copies of each token, then send them back to where they are added up over the ranks."""
         if context.parallel.ep == 1:
             return super().combine(builder, context, sizes, source, name)
-        hidden, item = context.model.hidden_size, context.item
+        hidden, item = context.routed_size, context.item
         current, etp = source, context.parallel.etp
         arrived = item * sizes.copies * hidden
         if etp > 1:
@@ -82,7 +82,7 @@ class DeepEP(AllToAll):
             return super().permutation(context, sizes)
         unique = self._unique(context, sizes) * context.load.unique
         copies = sizes.copies / context.parallel.etp
-        return Permutation(unique, copies, sizes.local_experts, context.item * context.model.hidden_size)
+        return Permutation(unique, copies, sizes.local_experts, context.item * context.routed_size)
 
     def _unique(self, context: LoweringContext, sizes: RoutedSizes) -> float:
         """Tokens that a rank sends, each once for every rank with any of its experts."""
@@ -98,7 +98,7 @@ class DeepEP(AllToAll):
     def _send(
         self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, name: str, item: float
     ) -> int:
-        width, most = item * context.model.hidden_size, context.load.most_unique
+        width, most = item * context.routed_size, context.load.most_unique
         tokens = sizes.sent_copies / context.parallel.etp / context.experts.top_k
         shape = replace(_routes(context), token_bytes=width * tokens, most=most)
         message = width * self._unique(context, sizes) * most

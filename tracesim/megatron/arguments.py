@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+_NONE_IS_A_WORD = ("position-embedding-type",)
+"""Arguments of which ``none`` is a choice."""
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off", "none", "null")
 
 
@@ -29,7 +31,10 @@ class Arguments:
     @classmethod
     def of(cls, values: Mapping[Any, Any]) -> Arguments:
         """Arguments whose names may be written in any of Megatron's ways."""
-        return cls({argument_name(key): _plain(value) for key, value in values.items()})
+        named = {argument_name(key): value for key, value in values.items()}
+        return cls(
+            {name: value if name in _NONE_IS_A_WORD else _plain(value) for name, value in named.items()}
+        )
 
     def get(self, name: str) -> Any:  # noqa: ANN401 - a value of an argument list
         """The value of an argument, None if it is not given."""

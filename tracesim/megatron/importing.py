@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ScenarioError
 from .argument_table import REFUSED, has_no_effect, nearest
 from .arguments import Arguments, argument_name
+from .hybrid_arguments import place_stages, read_hybrid
 from .model_arguments import model_mapping
 from .plan_arguments import (
     libraries_mapping,
@@ -64,8 +65,10 @@ def import_megatron(
     arguments = Arguments.of(
         {key: value for key, value in values.items() if argument_name(key) not in ignored}
     )
-    plan = parallel_mapping(arguments, world_size)
-    model = model_mapping(arguments, vocab_size, is_bert=is_bert)
+    plan, hybrid = parallel_mapping(arguments, world_size), read_hybrid(arguments)
+    if hybrid is not None:
+        place_stages(arguments, plan, hybrid)
+    model = model_mapping(arguments, vocab_size, hybrid, is_bert=is_bert)
     training = training_mapping(arguments, plan, default_backend)
     mapping = {
         "name": name,

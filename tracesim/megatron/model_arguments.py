@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from .arguments import Arguments
+from .hybrid_arguments import HybridLayers, hybrid_fields
 
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
 """Words of the tokenizers that come with their vocabulary."""
@@ -18,9 +19,12 @@ _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 _TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,6}))?")
 
 
-def model_mapping(arguments: Arguments, vocab_size: int | None, *, is_bert: bool = False) -> dict[str, Any]:
+def model_mapping(
+    arguments: Arguments, vocab_size: int | None, hybrid: HybridLayers | None = None, *, is_bert: bool = False
+) -> dict[str, Any]:
     """The model; ``vocab_size`` is that of the tokenizer, where the arguments do not say it."""
-    layers, hidden = arguments.required("num-layers"), arguments.required("hidden-size")
+    layers = len(hybrid.pattern) if hybrid is not None else arguments.required("num-layers")
+    hidden = arguments.required("hidden-size")
     heads = arguments.required("num-attention-heads")
     gated = arguments.flag("swiglu")
     biased = not arguments.flag("disable-bias-linear")
@@ -58,6 +62,12 @@ def model_mapping(arguments: Arguments, vocab_size: int | None, *, is_bert: bool
         _add_latent_attention(arguments, model)
     if arguments.count("num-experts") is not None:
         _add_experts(arguments, model, biased=biased)
+        if hybrid is None:
+            _add_layer_frequency(arguments, model)
+        else:
+            arguments.get("moe-layer-freq")
+    if hybrid is not None:
+        model |= hybrid_fields(arguments, hybrid, hidden)
     return model
 
 
@@ -131,6 +141,7 @@ def _add_experts(arguments: Arguments, model: dict[str, Any], *, biased: bool) -
         "normalize_top_k": not arguments.flag("moe-router-pre-softmax"),
         "aux_loss": any("aux_loss" in word for word in balancing),
         **_capacity(arguments),
+        "latent_size": arguments.count("moe-latent-size") or 0,
         "routing_groups": arguments.count("moe-router-num-groups", 1),
         "top_groups": arguments.count("moe-router-group-topk", 1),
         # Grouped GEMMs of Megatron-Core take no bias.
@@ -138,7 +149,6 @@ def _add_experts(arguments: Arguments, model: dict[str, Any], *, biased: bool) -
     }
     for name in ("moe-router-fusion", "moe-shared-expert-overlap"):
         arguments.get(name)
-    _add_layer_frequency(arguments, model)
 
 
 def _capacity(arguments: Arguments) -> dict[str, Any]:
