@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.fit PATH... [--figure NAME] [--machines FOLDER] [--json]``. A PATH is a file of measured rows or
 a folder of such files, as for ``benchmarks.accuracy``. What is fitted on what, and why, is said by the files of
-``benchmarks/fits``: :mod:`~benchmarks.fits.clock` and :mod:`~benchmarks.fits.host` on whole steps,
-:mod:`~benchmarks.fits.kernels` on the measured shapes of machine files.
+``benchmarks/fits``: :mod:`~benchmarks.fits.clock`, :mod:`~benchmarks.fits.host`, :mod:`~benchmarks.fits.attention` and
+:mod:`~benchmarks.fits.jitter` on whole steps, :mod:`~benchmarks.fits.kernels` on the measured shapes of machine files.
 
 ``--figure contention``: what kernels and steps lose beside communication (:mod:`benchmarks.fit_contention`,
 :mod:`benchmarks.step_pairs`); PATH is the folder that holds ``traces`` and ``measured``.
@@ -30,12 +30,22 @@ from benchmarks.fit_contention import (
     kernel_pairs,
     residuals,
 )
-from benchmarks.fits import clock, host, kernels
+from benchmarks.fits import attention, clock, host, jitter, kernels
 from benchmarks.fits.result import Fit
 from benchmarks.step_pairs import step_pairs
 
 CONTENTION = "contention"
 """Not a figure of one profile: what kernels and steps lose beside communication."""
+FIGURES = (
+    clock.FIGURE,
+    host.OPERATION,
+    host.RESUME,
+    *attention.FIGURES,
+    jitter.FIGURE,
+    *kernels.FIGURES,
+    CONTENTION,
+)
+"""What ``--figure`` takes."""
 
 
 def run_fits(paths: list[Path], machines: list[Path], figure: str) -> list[Fit]:
@@ -45,6 +55,10 @@ def run_fits(paths: list[Path], machines: list[Path], figure: str) -> list[Fit]:
         fits += clock.fit(paths)
     if figure in ("", host.OPERATION, host.RESUME):
         fits += [found for found in host.fit(paths, figure) if figure in ("", found.figure)]
+    if figure in ("", *attention.FIGURES):
+        fits += attention.fit(paths, figure)
+    if figure in ("", jitter.FIGURE):
+        fits += jitter.fit(paths)
     if figure in ("", *kernels.FIGURES):
         fits += [found for found in kernels.fit(machines) if figure in ("", found.figure)]
     return fits
@@ -76,7 +90,7 @@ def _print(fit: Fit) -> None:
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--figure",
-    type=click.Choice([clock.FIGURE, host.OPERATION, host.RESUME, *kernels.FIGURES, CONTENTION]),
+    type=click.Choice(FIGURES),
     help="Only this figure.",
 )
 @click.option(

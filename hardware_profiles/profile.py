@@ -234,6 +234,9 @@ class HardwareProfile:
     training_clock_ratio: float = 1.0
     """Clock under a sustained training step over the clock in back-to-back runs of one kernel, in which the GEMM and
     attention figures and measured shapes are taken: power limits it when all of the chip works."""
+    rank_jitter: float = 0.0
+    """Standard deviation over ranks of the time that the same layer takes, as a share of it: ranks that meet in every
+    layer wait for the slowest. 0 where it is not known."""
     compute_capability: int = 0
     """10 * major + minor for NVIDIA (90 for Hopper); decides workspace sizes. 0 if not NVIDIA."""
     measured_gemms: tuple[MeasuredGemm, ...] = ()

@@ -49,6 +49,11 @@ class DataParallelism:
         return self.context.parallel.gathers_by_unit
 
     @property
+    def copies_units(self) -> bool:
+        """Whether parameters of a unit are sharded one by one, and copied to and from what is communicated."""
+        return self.zero == 3 and not self.context.parallel.flat_parameters
+
+    @property
     def reduces_every_microbatch(self) -> bool:
         """Whether gradients leave the rank after every microbatch; pipelines accumulate them."""
         return self.zero == 2 or (self.zero == 3 and self.context.parallel.pp == 1)
@@ -223,12 +228,16 @@ class DataParallelism:
         layer, module = builder.layer, builder.module
         builder.layer, builder.module = -1, "data_parallel"
         size = context.gradient_dtype.itemsize * bucket.trained_elements
-        read = size if self.accumulates_main_gradients else context.item * bucket.trained_elements
+        whole = context.item * bucket.trained_elements
+        # Autograd puts the gradient of a flat parameter together from those of its views.
+        views = whole if self.zero == 3 and context.parallel.flat_parameters else 0.0
+        read = size if self.accumulates_main_gradients else whole
         row = builder.memory_bound(
             "gradient_scale",
             OpKind.ELEMENTWISE,
-            read=read,
-            written=size,
+            read=read + views,
+            written=size + views,
+            passes=2 if views else 1,
             dtype=context.gradient_dtype,
             phase=Phase.GRADIENT_SYNC,
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from . import pointwise
+from .linear import forward_shape
 from .lower_context_parallel import CoreSaved, core_backward, core_forward
 from .lower_core_attention import AttentionSizes
 from .lower_latent_attention import (
@@ -24,7 +26,7 @@ from .lower_linear import (
 from .lower_quantization import ATTENTION_OUTPUT_BYTES, restore, store
 from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
-from .vocabulary import OpKind, Phase
+from .vocabulary import Phase
 
 
 @dataclass
@@ -38,6 +40,8 @@ class AttentionSaved:
     latent: LatentSaved | None = None
     before_norm: Tensor | None = None
     """Queries and keys in front of their norm, where the model has one."""
+    repeated: Tensor | None = None
+    """What keys and values take more where they are repeated for all heads."""
 
 
 def attention_forward(
@@ -50,13 +54,19 @@ def attention_forward(
     sizes = AttentionSizes.of_layer(context, layer)
     latent: LatentSaved | None = None
     before_norm: Tensor | None = None
+    keys: Tensor | None = None
     if context.model.latent_attention is not None:
         latent, qkv = latent_projections_forward(builder, context, layer, normalized, keep_input=keep_input)
     else:
-        qkv, before_norm = _projection_forward(
+        qkv, keys, before_norm = _projection_forward(
             builder, context, layer, sizes, normalized, keep_input=keep_input
         )
+    repeated = _repeat_heads(builder, context, sizes) if latent is None else None
     core, output = core_forward(builder, context, sizes, qkv)
+    if keys is not None:
+        builder.release(keys, builder.end_row)
+    if repeated is not None and (context.training.recompute.keeps_products or not builder.keep_activations):
+        builder.release(repeated, builder.end_row)
     if context.model.attention_sinks:
         builder.parameter_rows.setdefault(_sinks(context, layer), builder.last_row)
     if latent is not None and latent.up_recomputed:
@@ -69,7 +79,7 @@ def attention_forward(
         builder.release(before_norm, builder.last_row)
     elif before_norm is not None:
         builder.forget_unless_kept(before_norm, builder.last_row)
-    return AttentionSaved(sizes, core, output, latent, before_norm)
+    return AttentionSaved(sizes, core, output, latent, before_norm, repeated)
 
 
 def stored_attention(
@@ -107,7 +117,12 @@ def attention_backward(
         d_qkv = core_backward(builder, context, saved.sizes, core, d_output)
         return latent_projections_backward(builder, context, layer, saved.latent, normalized, d_qkv)
     again_rotated: Tensor | None = None
+    keys: Tensor | None = None
     again = context.training.recompute.keeps_products
+    if _keys_again(context):
+        linear = replace(layer_linear(context, layer, "qkv"), name="keys", outputs=context.local_kv_size)
+        row = builder.gemm(linear.name, forward_shape(context, linear), phase=Phase.RECOMPUTE)
+        keys = builder.temporary("keys", _key_bytes(saved.sizes), row)
     if again and (saved.before_norm is not None or context.model.is_rotary_layer(layer)):
         phase, builder.phase = builder.phase, Phase.RECOMPUTE
         if saved.before_norm is not None:
@@ -115,39 +130,63 @@ def attention_backward(
         _positions(builder, context, layer, saved.sizes, backward=False)
         builder.phase = phase
         again_rotated = builder.temporary("rotated_qk", _rotated_bytes(saved.sizes), builder.last_row)
+    repeated = saved.repeated
+    if again:
+        phase, builder.phase = builder.phase, Phase.RECOMPUTE
+        repeated = _repeat_heads(builder, context, saved.sizes)
+        builder.phase = phase
     d_qkv = core_backward(builder, context, saved.sizes, saved.core, d_output)
-    if again_rotated is not None:
-        builder.release(again_rotated, builder.last_row)
+    if repeated is not None:
+        pointwise.sum_repeated_heads(builder, context, saved.sizes.kv_bytes, _repeated_bytes(saved.sizes))
+    for tensor in (again_rotated, keys, repeated):
+        if tensor is not None:
+            builder.release(tensor, builder.last_row)
     if context.model.attention_sinks:
         # The kernel's backward sums the gradient of the sinks on the way.
         builder.gradient_rows[_sinks(context, layer)] = builder.last_row
     _positions(builder, context, layer, saved.sizes, backward=True)
     if saved.before_norm is not None:
         rotated = _rotated_bytes(saved.sizes)
-        row = builder.memory_bound(
-            "qk_norm_backward",
-            OpKind.NORM,
-            read=2 * rotated,
-            written=rotated,
-            access="reduction",
-            passes=2,
-            dtype=context.dtype,
-        )
+        row = pointwise.norm_backward(builder, context, "qk_norm_backward", rotated, passes=2)
         if context.model.qk_norm_weight:
             builder.gradient_rows[context.module(layer, "self_attention.q_layernorm")] = row
         if not again:
             builder.release(saved.before_norm, row)
-    return column_parallel_backward(builder, context, layer_linear(context, layer, "qkv"), normalized, d_qkv)
+    linear = layer_linear(context, layer, "qkv")
+    gradient = column_parallel_backward(builder, context, linear, normalized, d_qkv)
+    pointwise.input_gradients(builder, context, products=3)
+    return gradient
 
 
 def _sinks(context: LoweringContext, layer: int) -> str:
     return context.module(layer, "self_attention.core_attention")
 
 
+def _repeat_heads(builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes) -> Tensor | None:
+    """Repeat keys and values for all heads, where that is done in memory; returns what they take more."""
+    if not context.libraries.eager or sizes.heads == sizes.kv_heads:
+        return None
+    more = _repeated_bytes(sizes)
+    row = pointwise.repeat_heads(builder, context, sizes.kv_bytes, more)
+    return builder.activation("repeated_keys_values", more, row)
+
+
+def _repeated_bytes(sizes: AttentionSizes) -> float:
+    return sizes.kv_bytes * (sizes.heads / sizes.kv_heads - 1)
+
+
+def _keys_again(context: LoweringContext) -> bool:
+    """Whether the projection to keys, the second product of a layer, runs again."""
+    return context.training.recompute.every_second_product
+
+
+def _key_bytes(sizes: AttentionSizes) -> float:
+    return sizes.item * sizes.batch * sizes.length * sizes.kv_heads * sizes.head_size
+
+
 def _rotated_bytes(sizes: AttentionSizes) -> float:
     """Bytes of queries and keys."""
-    keys = sizes.item * sizes.batch * sizes.length * sizes.kv_heads * sizes.head_size
-    return sizes.query_bytes + keys
+    return sizes.query_bytes + _key_bytes(sizes)
 
 
 def _projection_forward(
@@ -158,31 +197,27 @@ def _projection_forward(
     normalized: Tensor,
     *,
     keep_input: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The fused QKV projection, the norm of queries and keys, and rotary positions."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The fused QKV projection, the norm of queries and keys, and rotary positions.
+
+    Returns what is kept of its output, the keys where they are not, and the input of the norm.
+    """
     linear = layer_linear(context, layer, "qkv")
     row = column_parallel_forward(builder, context, linear, normalized, keep_input=keep_input)
-    qkv = builder.activation("qkv", sizes.qkv_bytes, row)
+    apart = _key_bytes(sizes) if builder.keep_activations and _keys_again(context) else 0.0
+    qkv = builder.activation("qkv", sizes.qkv_bytes - apart, row)
+    keys = builder.temporary("keys", apart, row) if apart else None
     before_norm: Tensor | None = None
     if context.model.has_qk_norm(layer):
         row = _qk_norm(builder, context, sizes)
         builder.parameter_rows.setdefault(context.module(layer, "self_attention.q_layernorm"), row)
         before_norm = builder.activation("qk_norm_input", _rotated_bytes(sizes), row)
     _positions(builder, context, layer, sizes, backward=False)
-    return qkv, before_norm
+    return qkv, keys, before_norm
 
 
 def _qk_norm(builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes) -> int:
-    rotated = _rotated_bytes(sizes)
-    return builder.memory_bound(
-        "qk_norm",
-        OpKind.NORM,
-        read=rotated,
-        written=rotated,
-        access="reduction",
-        passes=2,
-        dtype=context.dtype,
-    )
+    return pointwise.norm(builder, context, "qk_norm", _rotated_bytes(sizes), passes=2)
 
 
 def _positions(
@@ -191,13 +226,5 @@ def _positions(
     """Rotary positions of queries and keys, a kernel each (Megatron-Core fused rotary embedding)."""
     if not context.model.is_rotary_layer(layer):
         return
-    rotated = _rotated_bytes(sizes)
-    builder.memory_bound(
-        "rotary_backward" if backward else "rotary",
-        OpKind.ELEMENTWISE,
-        read=rotated,
-        written=rotated,
-        access="strided",
-        passes=2,
-        dtype=context.dtype,
-    )
+    name = "rotary_backward" if backward else "rotary"
+    pointwise.rotary(builder, context, name, _rotated_bytes(sizes))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from . import pointwise
 from .lower_linear import (
     Linear,
     column_parallel_backward,
@@ -189,9 +190,7 @@ def _head_linear(context: LoweringContext) -> Linear:
 def norm_forward(builder: ProgramBuilder, context: LoweringContext, name: str, module: str) -> Tensor:
     """Emit a norm outside of the decoder's layers; returns its output."""
     size = context.hidden_bytes
-    row = builder.memory_bound(
-        name, OpKind.NORM, read=size, written=size, access="reduction", dtype=context.dtype
-    )
+    row = pointwise.norm(builder, context, name, size)
     builder.parameter_rows[module] = row
     return builder.activation(f"{name}_output", size, row)
 
@@ -206,14 +205,7 @@ def norm_backward(
 ) -> Tensor:
     """Emit the backward pass of such a norm; returns the gradient of its input, which the caller releases."""
     size = context.hidden_bytes
-    row = builder.memory_bound(
-        f"{name}_backward",
-        OpKind.NORM,
-        read=2 * size,
-        written=size,
-        access="reduction",
-        dtype=context.dtype,
-    )
+    row = pointwise.norm_backward(builder, context, f"{name}_backward", size)
     builder.gradient_rows[module] = row
     builder.release(d_normalized, row)
     builder.release(norm_input, row)
@@ -255,6 +247,8 @@ def loss_forward(builder: ProgramBuilder, context: LoweringContext, logits: Tens
         return logits
     if context.training.cross_entropy == "native":
         return _native_loss_forward(builder, context, logits, rows)
+    if context.training.cross_entropy == "torch":
+        return _torch_loss_forward(builder, context, logits, rows)
     return _unfused_loss_forward(builder, context, logits, rows)
 
 
@@ -353,6 +347,73 @@ def _native_loss_forward(
     return softmax
 
 
+def _torch_loss_forward(
+    builder: ProgramBuilder, context: LoweringContext, logits: Tensor, rows: int
+) -> Tensor:
+    """``torch.nn.functional.cross_entropy`` of logits cast to fp32: their logarithmic softmax is kept.
+
+    Over ranks that share the vocabulary, maximum and sum are reduced (``torch/distributed/tensor/parallel/loss.py``),
+    which takes the kernel apart into three.
+    """
+    elements = float(rows) * context.local_vocab
+    half, single = context.item * elements, 4 * elements
+    cast = builder.memory_bound(
+        "logits_to_fp32", OpKind.CAST, read=half, written=single, access="stream", dtype=DType.FP32
+    )
+    in_fp32 = builder.temporary("logits_fp32", single, cast)
+    builder.release(logits, cast)
+    kernels = 1
+    if context.tp > 1:
+        kernels = 3
+        _reduce_loss(builder, context, "loss_maximum_all_reduce", 4.0 * rows)
+        _reduce_loss(builder, context, "loss_sum_all_reduce", 4.0 * rows)
+    row = builder.memory_bound(
+        "log_softmax",
+        OpKind.LOSS,
+        read=kernels * single,
+        written=kernels * single,
+        access="stream",
+        passes=kernels,
+        dtype=DType.FP32,
+    )
+    kept = builder.activation("log_softmax_fp32", single, row)
+    builder.release(in_fp32, row)
+    return kept
+
+
+def _torch_loss_backward(
+    builder: ProgramBuilder, context: LoweringContext, kept: Tensor, rows: int
+) -> Tensor:
+    """A dense gradient of the picked logarithms, that of the softmax, and the cast to the type of the logits."""
+    elements = float(rows) * context.local_vocab
+    half, single = context.item * elements, 4 * elements
+    row = builder.memory_bound(
+        "picked_gradient_zero", OpKind.MEMSET, read=0, written=single, dtype=DType.FP32
+    )
+    picked = builder.temporary("picked_gradient", single, row)
+    row = builder.memory_bound(
+        "log_softmax_backward",
+        OpKind.LOSS,
+        read=2 * single,
+        written=single,
+        access="stream",
+        dtype=DType.FP32,
+    )
+    in_fp32 = builder.temporary("logit_gradient_fp32", single, row)
+    builder.release(kept, row)
+    builder.release(picked, row)
+    row = builder.memory_bound(
+        "logit_gradient_cast",
+        OpKind.CAST,
+        read=single,
+        written=half,
+        access="stream",
+        dtype=context.dtype,
+    )
+    builder.release(in_fp32, row)
+    return builder.temporary("logit_gradient", half, row)
+
+
 def _reduce_loss(builder: ProgramBuilder, context: LoweringContext, name: str, size: float) -> None:
     """All-reduce of a few numbers a token over the ranks that share the vocabulary."""
     if context.tp > 1:
@@ -397,6 +458,8 @@ def logits_backward(
 def loss_backward(builder: ProgramBuilder, context: LoweringContext, kept: Tensor, rows: int) -> Tensor:
     """Emit the gradient of the logits; ``kept`` is what :func:`loss_forward` returned."""
     builder.layer, builder.module = -1, "loss"
+    if context.training.cross_entropy == "torch":
+        return _torch_loss_backward(builder, context, kept, rows)
     elements = float(rows) * context.local_vocab
     half = context.item * elements
     if context.training.cross_entropy == "te":

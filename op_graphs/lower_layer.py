@@ -9,11 +9,14 @@ same sources: the inputs of both norms and their outputs, what mixer and MLP kee
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from . import pointwise
+from .linear import forward_shape
 from .lower_experts import ExpertsSaved, experts_backward, experts_forward
+from .lower_linear import layer_linear
 from .lower_mlp import Mlp, MlpSaved, mlp_backward, mlp_forward, recompute_mlp
 from .lowering_context import LoweringContext
 from .mixers import MIXERS, BlockGradient
@@ -29,6 +32,8 @@ class _NormSaved:
 
     block_input: Tensor
     normalized: Tensor | None
+    inner: Tensor | None = None
+    """What lies between them, where a norm is a sequence of kernels."""
 
 
 @dataclass
@@ -104,12 +109,13 @@ def _mixer_block_forward(
     builder.module = mixer.module
     keep_normalized = builder.keep_activations and not (mixer.recomputes_norm and _recomputes_norms(context))
     normalized = _norm(builder, context, mixer.norm, layer)
+    inside = _inside_norm(builder, context) if keep_normalized else None
     inner, projected = mixer.forward(builder, context, layer, normalized, keep_input=keep_normalized)
     output, mask = _bias_dropout_add(builder, context, mixer.residual, projected)
     if not keep_input:
         builder.forget_unless_kept(block_input, builder.last_row)
     offload(builder, context, layer, "attn_norm", [block_input])
-    norm = _NormSaved(block_input, normalized if keep_normalized else None)
+    norm = _NormSaved(block_input, normalized if keep_normalized else None, inside)
     return _MixerSaved(name, norm, inner, mask), output
 
 
@@ -119,16 +125,19 @@ def _feed_forward_block_forward(
     builder.module = "mlp"
     keep_normalized = builder.keep_activations and not _recomputes_norms(context)
     normalized = _norm(builder, context, "pre_mlp_layernorm", layer)
+    inside = _inside_norm(builder, context) if keep_normalized else None
     mlp, projected = _mlp_forward(builder, context, layer, normalized, keep_input=keep_normalized)
     # The router reads the norm's output as it is; so does an MLP that runs again.
     copied = context.recipe is not None and not context.freezes_weights
     if keep_normalized and copied and isinstance(mlp, MlpSaved):
         builder.discard(normalized)
-    norm = _NormSaved(block_input, normalized if keep_normalized else None)
+    norm = _NormSaved(block_input, normalized if keep_normalized else None, inside)
     output, mask = _bias_dropout_add(builder, context, "mlp_residual", projected)
     kept_output: Tensor | None = None
     if builder.keep_activations and context.training.recompute.keeps_products:
         kept_output = builder.activation("mlp_output", context.hidden_bytes, builder.last_row)
+    if builder.keep_activations and _projects_again(context):
+        builder.release(block_input, builder.last_row)
     if not keep_input:
         builder.forget_unless_kept(block_input, builder.last_row)
     offload(builder, context, layer, "mlp_norm", [block_input])
@@ -137,11 +146,15 @@ def _feed_forward_block_forward(
 
 def _norm(builder: ProgramBuilder, context: LoweringContext, name: str, layer: int) -> Tensor:
     size = context.hidden_bytes
-    row = builder.memory_bound(
-        name, OpKind.NORM, read=size, written=size, access="reduction", dtype=context.dtype
-    )
+    row = pointwise.norm(builder, context, name, size)
     builder.parameter_rows.setdefault(context.module(layer, name), row)
     return builder.activation(f"{name}_output", size, row)
+
+
+def _inside_norm(builder: ProgramBuilder, context: LoweringContext) -> Tensor | None:
+    """What a norm of several kernels keeps between its input and its output."""
+    size = pointwise.inside_norm_bytes(context, context.hidden_bytes)
+    return builder.activation("norm_intermediates", size, builder.last_row) if size else None
 
 
 def _recomputes_norms(context: LoweringContext) -> bool:
@@ -218,7 +231,7 @@ def _feed_forward_block_backward(
     builder.module = "mlp"
     begin_part(builder, context, layer, "mlp_norm")
     if again:
-        _residual_again(builder, context, saved)
+        saved = _residual_again(builder, context, layer, saved)
     branch = _residual_backward(builder, context, "mlp_residual", "fc2", saved.mask, gradient)
     normalized = _normalized(builder, context, "pre_mlp_layernorm", layer, saved.norm)
     d_normalized = _mlp_backward(
@@ -247,9 +260,24 @@ def _mixer_block_backward(
     return gradient
 
 
-def _residual_again(builder: ProgramBuilder, context: LoweringContext, saved: _FeedForwardSaved) -> None:
-    """The residual behind attention, computed again from kept outputs (what is kept of it stands for those)."""
+def _projects_again(context: LoweringContext) -> bool:
+    """Whether the output projection runs again; under tensor parallelism its reduced output is kept."""
+    return context.training.recompute.every_second_product and context.tp == 1
+
+
+def _residual_again(
+    builder: ProgramBuilder, context: LoweringContext, layer: int, saved: _FeedForwardSaved
+) -> _FeedForwardSaved:
+    """The residual behind attention, computed again from kept outputs (what is kept of it stands for those).
+
+    Where the output projection is not kept, it runs again in front of it; returns what then is kept.
+    """
     size = context.hidden_bytes
+    projected: Tensor | None = None
+    if _projects_again(context):
+        linear = layer_linear(context, layer, "proj")
+        row = builder.gemm(linear.name, forward_shape(context, linear), phase=Phase.RECOMPUTE)
+        projected = builder.temporary("projected", size, row)
     row = builder.memory_bound(
         "attention_residual",
         OpKind.ELEMENTWISE,
@@ -260,6 +288,12 @@ def _residual_again(builder: ProgramBuilder, context: LoweringContext, saved: _F
     )
     if saved.output is not None:
         builder.release(saved.output, row)
+    if projected is None:
+        return saved
+    builder.release(projected, row)
+    # Released behind the norm's backward, which reads it last.
+    again = builder.temporary("hidden_states", size, row)
+    return replace(saved, norm=replace(saved.norm, block_input=again))
 
 
 def _normalized(
@@ -347,17 +381,12 @@ def _norm_backward(
 ) -> Tensor:
     """Backward of a norm, joined with the residual path; returns the gradient of the block's input."""
     size = context.hidden_bytes
-    row = builder.memory_bound(
-        f"{name}_backward",
-        OpKind.NORM,
-        read=2 * size,
-        written=size,
-        access="reduction",
-        dtype=context.dtype,
-    )
+    row = pointwise.norm_backward(builder, context, f"{name}_backward", size)
     builder.gradient_rows[context.module(layer, name)] = row
     builder.release(d_normalized, row)
     builder.release(saved.block_input, row)
+    if saved.inner is not None:
+        builder.release(saved.inner, row)
     d_input = builder.temporary("input_gradient", size, row)
     row = builder.memory_bound(
         "residual_gradient", OpKind.ELEMENTWISE, read=2 * size, written=size, dtype=context.dtype

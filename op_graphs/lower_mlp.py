@@ -5,8 +5,10 @@ The shared experts of a mixture run the same operations at their own width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from . import pointwise
+from .linear import forward_shape
 from .lower_linear import (
     Linear,
     column_parallel_backward,
@@ -17,7 +19,7 @@ from .lower_linear import (
 from .lower_quantization import restore, store
 from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
-from .vocabulary import OpKind, Phase
+from .vocabulary import Phase
 
 
 @dataclass
@@ -27,6 +29,8 @@ class MlpSaved:
     fc1_output: Tensor
     fc2_input: Tensor | None
     """None where the activation is recomputed."""
+    activated: Tensor | None = None
+    """The activated half of a gated MLP, where its product with the other half is a kernel of its own."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,17 @@ def mlp_forward(
         builder, context, mlp.fc1, normalized, keep_input=keep_input, keep_copy=keep_copy
     )
     first = context.token_bytes(mlp.fc1.outputs)
-    fc1_output = builder.activation(f"{mlp.fc1.name}_output", first, row)
+    apart = first / 2 if builder.keep_activations and _up_again(context) else 0.0
+    fc1_output = builder.activation(f"{mlp.fc1.name}_output", first - apart, row)
+    up = builder.temporary(f"{mlp.fc1.name}_up", apart, row) if apart else None
     fc2_input = _activation(builder, context, mlp)
+    if up is not None:
+        builder.release(up, builder.last_row)
+    activated: Tensor | None = None
+    if context.libraries.eager and context.model.gated:
+        activated = builder.activation(
+            "activated_gate", context.token_bytes(mlp.fc2.inputs), builder.last_row
+        )
     builder.forget_unless_kept(fc1_output, builder.last_row)
     if builder.keep_activations and context.stores_quantized:
         assert context.recipe is not None
@@ -92,14 +105,18 @@ def mlp_forward(
     output = row_parallel_forward(builder, context, mlp.fc2, fc2_input, discard_input=True)
     if builder.keep_activations and context.training.recompute.keeps_products:
         builder.release(fc2_input, builder.last_row)
+        if activated is not None:
+            builder.release(activated, builder.last_row)
         return MlpSaved(fc1_output, None), output
     builder.forget_unless_kept(fc2_input, builder.last_row)
-    return MlpSaved(fc1_output, fc2_input), output
+    if activated is not None:
+        builder.forget_unless_kept(activated, builder.last_row)
+    return MlpSaved(fc1_output, fc2_input, activated), output
 
 
 def _activation(builder: ProgramBuilder, context: LoweringContext, mlp: Mlp) -> Tensor:
     first, second = context.token_bytes(mlp.fc1.outputs), context.token_bytes(mlp.fc2.inputs)
-    row = builder.memory_bound(mlp.name, OpKind.ELEMENTWISE, read=first, written=second, dtype=context.dtype)
+    row = pointwise.activation(builder, context, mlp.name, first, second)
     return builder.activation(f"{mlp.fc2.name}_input", second, row)
 
 
@@ -122,6 +139,11 @@ def mlp_backward(
         assert context.recipe is not None
         elements, width = float(mlp.fc1.tokens * mlp.fc1.outputs), context.recipe.activation_bytes
         fc1_output = restore(builder, context, f"{mlp.fc1.name}_output", elements, fc1_output, width)
+    up: Tensor | None = None
+    if _up_again(context):
+        half = replace(mlp.fc1, name=f"{mlp.fc1.name}_up", outputs=mlp.fc1.outputs // 2)
+        row = builder.gemm(half.name, forward_shape(context, half), phase=Phase.RECOMPUTE)
+        up = builder.temporary(half.name, context.token_bytes(half.outputs), row)
     if fc2_input is None:
         phase, builder.phase = builder.phase, Phase.RECOMPUTE
         fc2_input = _activation(builder, context, mlp)
@@ -132,13 +154,21 @@ def mlp_backward(
         builder, context, mlp.fc2, d_output, consumed=consumed, borrowed=borrowed
     )
     first, second = context.token_bytes(mlp.fc1.outputs), context.token_bytes(mlp.fc2.inputs)
-    row = builder.memory_bound(
-        f"{mlp.name}_backward", OpKind.ELEMENTWISE, read=first + second, written=first, dtype=context.dtype
-    )
+    row = pointwise.activation_backward(builder, context, f"{mlp.name}_backward", first, second)
     builder.release(d_fc2_input, row)
     builder.release(fc1_output, row)
+    for tensor in (up, saved.activated):
+        if tensor is not None:
+            builder.release(tensor, row)
     d_fc1 = builder.temporary(f"{mlp.fc1.name}_gradient", first, row)
-    return column_parallel_backward(builder, context, mlp.fc1, normalized, d_fc1)
+    gradient = column_parallel_backward(builder, context, mlp.fc1, normalized, d_fc1)
+    pointwise.input_gradients(builder, context, products=2 if context.model.gated else 1)
+    return gradient
+
+
+def _up_again(context: LoweringContext) -> bool:
+    """Whether the half of a gated first linear that is not activated runs again, the sixth product of a layer."""
+    return context.training.recompute.every_second_product and context.model.gated
 
 
 def recompute_mlp(

@@ -23,7 +23,9 @@ class Recompute:
     (Megatron-LM ``--recompute-method``), ``every`` recomputes every ``layers``-th layer (torchtitan).
 
     ``selective`` with ``keeps_products`` is torchtitan's policy by operators: outputs of matrix products and of
-    attention are kept, everything between them (norms, positions, residuals, activations) runs again.
+    attention are kept, everything between them (norms, positions, residuals, activations) runs again. With
+    ``every_second_product`` every second product of a layer, counted from its first, runs again too: keys, the output
+    projection, and the half of a gated MLP's first linear that is not activated (``selective_ac_option = "op"``).
     """
 
     mode: str = "none"
@@ -31,6 +33,7 @@ class Recompute:
     layers: int = 1
     method: str = "uniform"
     keeps_products: bool = False
+    every_second_product: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,9 @@ class OptimizerDTypes:
     moments: DType = DType.FP32
 
 
-CrossEntropy = Literal["unfused", "native", "te"]
+CrossEntropy = Literal["unfused", "native", "te", "torch"]
 """Kernels of the loss: Megatron-Core's one by one, the same compiled together (``--cross-entropy-fusion-impl native``),
-or Transformer Engine's, which works in place on the logits."""
+Transformer Engine's, which works in place on the logits, or PyTorch's own on logits in fp32, which does not."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,9 @@ class LibraryPlan:
     permute_fusion: bool = True
     """Whether tokens are brought into the order of their experts by one kernel of Transformer Engine
     (``--moe-permute-fusion``); else by PyTorch's, see ``op_graphs.dispatchers.permutation``."""
+    eager: bool = False
+    """Whether norms, positions, activations and the optimizer are tensor operations that run one by one, neither fused
+    by hand nor compiled (``op_graphs.pointwise``)."""
     deterministic: bool = False
     """Whether only kernels with reproducible results may run (``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``), which on
     Blackwell leaves FlashAttention 2 in place of cuDNN's attention; its time is not told apart."""
@@ -226,6 +232,10 @@ class ParallelPlan:
     ``reshard_after_forward``, torchtitan ``fsdp_reshard_after_forward``)."""
     prefetch: int = 1
     """Units whose weights are gathered ahead of the one that runs."""
+    flat_parameters: bool = False
+    """With ``zero: 3``, whether a unit is one flat parameter (PyTorch FSDP of the first generation, DeepSpeed), into
+    which a gather writes directly; else each parameter is sharded by itself (FSDP2), so that what is gathered is copied
+    apart, and gradients are copied together."""
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     layout: str | None = None

@@ -8,7 +8,7 @@ from .buckets import Bucket
 from .data_parallel import DataParallelism
 from .overlap.registry import GRADIENTS
 from .program import ProgramBuilder, Tensor
-from .vocabulary import MemoryCategory
+from .vocabulary import MemoryCategory, OpKind, Phase
 
 
 class GradientReduction:
@@ -28,16 +28,28 @@ class GradientReduction:
             if not all(module in builder.gradient_rows for module in bucket.trained_modules):
                 continue
             self._open.remove(bucket)
+            copied = len(builder)
             row = rules.emit_reduction(builder, bucket)
             self._placement.behind_reduction(builder, row)
             if rules.reduces_every_microbatch:
-                # Whole gradients of the unit live from its first weight gradient until they are scattered.
-                size = rules.context.item * bucket.trained_elements
-                gradients = builder.allocate(
-                    "unsharded_gradients", size, self._begin, MemoryCategory.GRADIENTS
-                )
-                builder.release(gradients, row)
+                self._hold_gradients(bucket, copied, row)
         self._begin = len(builder)
+
+    def _hold_gradients(self, bucket: Bucket, copied: int, reduced: int) -> None:
+        """Whole gradients of the unit live from its first weight gradient until they are scattered, or copied together.
+
+        The copy has the type of the reduction, and lives until that has run.
+        """
+        builder, rules = self._builder, self._rules
+        size = rules.context.item * bucket.trained_elements
+        gradients = builder.allocate("unsharded_gradients", size, self._begin, MemoryCategory.GRADIENTS)
+        if not rules.copies_units:
+            builder.release(gradients, reduced)
+            return
+        builder.release(gradients, copied)
+        size = rules.context.gradient_dtype.itemsize * bucket.trained_elements
+        together = builder.allocate("reduce_scatter_input", size, copied, MemoryCategory.COMMUNICATION)
+        builder.release(together, reduced)
 
 
 class ShardedWeights:
@@ -78,6 +90,7 @@ class ShardedWeights:
             return
         self._gather(unit)
         self._builder.wait_for(*self._gathered[unit][0])
+        self._copy_apart(unit)
         if prefetch:
             following = self._units.index(unit) + 1
             for ahead in self._units[following : following + self._rules.context.parallel.prefetch]:
@@ -96,6 +109,32 @@ class ShardedWeights:
         for tensor in dropped:
             self._builder.release(tensor, self._builder.last_row)
 
+    def _copy_apart(self, unit: str) -> None:
+        """Copy what was gathered for a unit to the parameters, where these are sharded one by one.
+
+        A copy of a flat buffer is not needed, one of a buffer that is cut along ranks is (FSDP2
+        ``foreach_all_gather_copy_out``).
+        """
+        rows, tensors = self._gathered[unit]
+        if not self._rules.copies_units or not tensors:
+            return
+        builder = self._builder
+        layer, module = builder.layer, builder.module
+        builder.layer, builder.module = -1, "data_parallel"
+        size = sum(builder.size_of(tensor) for tensor in tensors)
+        row = builder.memory_bound(
+            "gathered_weights_copy_out",
+            OpKind.MEMCPY,
+            read=size,
+            written=size,
+            dtype=self._rules.context.dtype,
+            phase=Phase.PARAM_SYNC,
+        )
+        builder.layer, builder.module = layer, module
+        for tensor in tensors:
+            builder.release(tensor, row)
+        self._gathered[unit] = rows, [builder.allocate("gathered_weights", size, row, MemoryCategory.WEIGHTS)]
+
     def _gather(self, unit: str) -> None:
         if unit in self._gathered:
             return
@@ -104,5 +143,8 @@ class ShardedWeights:
             row = self._rules.emit_gather(self._builder, bucket, after=None)
             rows.append(row)
             size = self._rules.gathered_bytes(bucket)
-            tensors.append(self._builder.allocate("gathered_weights", size, row, MemoryCategory.WEIGHTS))
+            category = MemoryCategory.WEIGHTS
+            if self._rules.copies_units:
+                category = MemoryCategory.COMMUNICATION
+            tensors.append(self._builder.allocate("gathered_weights", size, row, category))
         self._gathered[unit] = rows, tensors

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.fit import main
-from benchmarks.fits import clock, host, kernels
+from benchmarks.fits import attention, clock, host, jitter, kernels
 from benchmarks.fits.result import TOLERANCE_POINTS, Fit, installed_value
 from hardware_profiles import load_profile
 from op_graphs.graph import GemmShape
@@ -75,7 +75,7 @@ def test_the_installed_figures_are_what_the_fits_find(shared_data: Path):
 
 
 def test_every_figure_that_says_it_is_fitted_here_has_a_fit():
-    fitted = {clock.FIGURE, host.OPERATION, host.RESUME}
+    fitted = {clock.FIGURE, host.OPERATION, host.RESUME, jitter.FIGURE, *attention.FIGURES}
     for name in ("a100-pcie-80g", "a100-sxm-80g", "b200-sxm", "h100-sxm"):
         sources = load_profile(name).sources
         claimed = {figure for figure, source in sources.items() if "benchmarks.fit" in source}

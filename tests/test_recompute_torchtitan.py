@@ -63,6 +63,34 @@ def test_products_are_kept_and_the_rest_runs_again(plan, qk_norm):
         assert [saved_bytes(graph, layer) for layer in range(model.layers)] == [kept] * model.layers
 
 
+@pytest.mark.parametrize("plan", [{}, {"tp": 4}, {"tp": 4, "sp": True}, {"pp": 2, "dp": 2, "zero": 3}])
+def test_every_second_product_runs_again_too(plan):
+    """In torchtitan's order (wq, wk, wv, wo, w1, w3, w2) the second, fourth and sixth: keys, the output projection
+    unless its reduced output is kept under tensor parallelism, and the up projection."""
+    recompute = {"keep": "every-second-product"}
+    scenario, products = lowered(parallel=plan, training__recompute={"keep": "products"})
+    _, graph = lowered(parallel=plan, training__recompute=recompute)
+    assert_nothing_leaks(graph)
+    operations, model, parallel = graph.operations, scenario.model, scenario.parallel
+    again = (operations.phase == Phase.RECOMPUTE) & (operations.kind == OpKind.GEMM)
+    times = model.layers * scenario.training.num_microbatches
+    expected = ["keys", "fc1_up", *(["proj"] if parallel.tp == 1 else [])]
+    assert Counter(graph.strings[name] for name in operations.name[again]) == dict.fromkeys(expected, times)
+    keys = model.kv_heads * model.head_size
+    elements = model.hidden_size * (keys + model.ffn_size)
+    if parallel.tp == 1:
+        elements += model.attention_output_size * model.hidden_size
+    added = step_flops(graph, scenario) - step_flops(products, scenario)
+    assert added == pytest.approx(2 * scenario.tokens * model.layers * elements, rel=1e-9)
+    tokens = scenario.training.micro_batch_size * scenario.training.seq_len
+    dropped = 2 * tokens * (keys + model.ffn_size) // parallel.tp
+    if parallel.tp == 1:
+        dropped += 2 * tokens * model.hidden_size
+    if parallel.pp == 1:
+        kept = [saved_bytes(products, layer) - saved_bytes(graph, layer) for layer in range(model.layers)]
+        assert kept == [dropped * scenario.training.num_microbatches] * model.layers
+
+
 def test_experts_and_images_go_with_it():
     moe = {"experts": 4, "top_k": 2, "expert_ffn_size": 64, "shared_ffn_size": 64}
     scenario = load_scenario(dense_mapping(model__moe=moe, training__recompute={"keep": "products"}))
@@ -99,6 +127,13 @@ LATENT = {"kv_lora_rank": 32, "qk_nope_head_size": 16, "qk_rope_head_size": 16, 
             "training.recompute.keep: does not know the latent attention of small",
         ),
         (
+            {
+                "training__recompute": {"keep": "every-second-product"},
+                "model__moe": {"experts": 4, "top_k": 2, "expert_ffn_size": 64},
+            },
+            "every-second-product counts the products of dense layers, small has experts; use products",
+        ),
+        (
             {"training__recompute": {"keep": "products"}, "training__dtype": "fp8-tensorwise"},
             "training.recompute.keep: needs 16-bit",
         ),
@@ -110,7 +145,7 @@ def test_what_is_refused(changes, said):
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("recompute", [{"every": 3}, {"keep": "products"}])
+@pytest.mark.parametrize("recompute", [{"every": 3}, {"keep": "products"}, {"keep": "every-second-product"}])
 def test_a_scenario_writes_it_back(recompute):
     scenario = load_scenario(dense_mapping(training__recompute=recompute))
     mapping = scenario_to_mapping(scenario)

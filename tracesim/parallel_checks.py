@@ -13,7 +13,7 @@ from op_graphs.model import MixtureOfExperts, ModelDescription
 from op_graphs.parameters_checks import mixers_of
 from op_graphs.plan import LibraryPlan, ParallelPlan, TrainingPlan
 
-from .scenario_fields import Problems
+from .scenario_fields import EVERY_SECOND_PRODUCT, Problems
 
 
 def check_experts(model: ModelDescription, parallel: ParallelPlan, problems: Problems) -> None:
@@ -198,6 +198,14 @@ def check_recompute(model: ModelDescription, training: TrainingPlan, problems: P
         elif training.recipe is not None and problems.sound("training.dtype"):
             problems.note(
                 "training.recompute.keep", "needs 16-bit or 32-bit products; use modules, or dtype: bf16"
+            )
+        elif training.recompute.every_second_product and (
+            model.moe is not None or model.layer_pattern or model.mixer_pattern != "*"
+        ):
+            other = "experts" if model.moe is not None else "layers of other parts"
+            problems.note(
+                "training.recompute.keep",
+                f"{EVERY_SECOND_PRODUCT} counts the products of dense layers, {model.name} has {other}; use products",
             )
     path = "training.recompute.modules"
     if not problems.sound(path):

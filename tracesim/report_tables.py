@@ -32,7 +32,7 @@ def render_report(report: dict[str, Any], console: Console) -> None:
         console.print(_spread(report))
     console.print(_utilisation(report))
     console.print(
-        "limits: jitter between ranks and the lead of the host over the device are not modelled; contention between "
+        "limits: stragglers and the lead of the host over the device are not modelled; contention between "
         "streams is with overlap.contention=true",
         style="dim",
     )

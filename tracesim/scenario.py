@@ -31,6 +31,7 @@ from .scenario_checks import Draft, check_combinations, resolve_microbatches
 from .scenario_fields import (
     CROSS_ENTROPIES,
     DTYPES,
+    EVERY_SECOND_PRODUCT,
     FIELDS,
     REDUCE_DTYPES,
     SCHEDULES,
@@ -263,7 +264,7 @@ def _recompute_mapping(recompute: Recompute) -> str | dict[str, Any]:
     if recompute.method == "every":
         return {"every": recompute.layers}
     if recompute.keeps_products:
-        return {"keep": "products"}
+        return {"keep": EVERY_SECOND_PRODUCT if recompute.every_second_product else "products"}
     if recompute.mode == "full":
         return {"layers": recompute.layers, "method": recompute.method}
     return {"modules": list(recompute.modules)}

@@ -40,9 +40,14 @@ DTYPES: dict[str, DType] = {
     **dict.fromkeys(LOW_PRECISION, DType.BF16),
 }
 """Type of weights and activations by the name of a training precision."""
-CROSS_ENTROPIES: dict[object, CrossEntropy] = {False: "unfused", "native": "native", True: "te"}
+CROSS_ENTROPIES: dict[object, CrossEntropy] = {
+    False: "unfused",
+    "native": "native",
+    "torch": "torch",
+    True: "te",
+}
 """Kernels of the loss by what ``training.cross_entropy_fusion`` says."""
-LOSS_NAMES = ("true", "false", "native")
+LOSS_NAMES = ("true", "false", "native", "torch")
 REDUCE_DTYPES = {"fp32": DType.FP32, "bf16": DType.BF16, "fp16": DType.FP16}
 
 
@@ -126,6 +131,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
             lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 64,
             _PARALLEL.prefetch,
         ),
+        "flat_parameters": _flag(_PARALLEL.flat_parameters),
         "first_stage_layers": _optional_count(),
         "last_stage_layers": _optional_count(),
         "layout": FieldRule(
@@ -190,6 +196,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "transformer_engine": _flag(_LIBRARIES.transformer_engine),
         "grouped_gemm": _flag(_LIBRARIES.grouped_gemm),
         "permute_fusion": _flag(_LIBRARIES.permute_fusion),
+        "eager": _flag(_LIBRARIES.eager),
         "deterministic": _flag(_LIBRARIES.deterministic),
         "cublas_workspace_kib": _optional_count(1 << 24),
     },
@@ -211,6 +218,7 @@ _OTHER_NAMES = {
 """What other tools call a key, by its beginning."""
 TOP_KEYS = ("name", "model", "hardware", "parallel", "training", "schedule", "overlap", "libraries")
 RECOMPUTE_KEYS = ("modules", "layers", "method", "every", "keep")
+EVERY_SECOND_PRODUCT = "every-second-product"
 
 
 @dataclass
@@ -340,7 +348,10 @@ def read_recompute(value: object, problems: Problems) -> Recompute:
 
 
 def _read_torchtitan(value: Mapping[Any, Any], problems: Problems) -> Recompute:
-    """``{every: N}``, whole layers, or ``{keep: products}``, what lies between matrix products and attention."""
+    """``{every: N}``, whole layers, or ``{keep: products}``, what lies between matrix products and attention.
+
+    ``{keep: every-second-product}`` runs every second product again as well.
+    """
     path = "training.recompute"
     if len(value) > 1:
         problems.note(path, f"takes every or keep alone, not {', '.join(str(key) for key in value)}")
@@ -355,12 +366,15 @@ def _read_torchtitan(value: Mapping[Any, Any], problems: Problems) -> Recompute:
             )
             return Recompute()
         return Recompute("full", (), every, "every")
-    if value["keep"] != "products":
+    if value["keep"] not in ("products", EVERY_SECOND_PRODUCT):
         problems.add(
-            f"{path}.keep", value["keep"], "must be products: outputs of matrix products and attention"
+            f"{path}.keep",
+            value["keep"],
+            f"must be products or {EVERY_SECOND_PRODUCT}: outputs of matrix products and attention",
         )
         return Recompute()
-    return Recompute("selective", keeps_products=True)
+    second = value["keep"] == EVERY_SECOND_PRODUCT
+    return Recompute("selective", keeps_products=True, every_second_product=second)
 
 
 def _read_modules(value: object, problems: Problems) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from .host import execute_with_host, host_times, with_launches
 from .lowering import lower_scenario
 from .memory import AllocatorUsage
 from .memory.curves import MemoryCurve, memory_curve, reserved_memory
+from .rank_jitter import with_rank_jitter
 from .rank_spread import rank_spread
 from .report import build_report
 from .scenario import Scenario
@@ -79,7 +80,7 @@ class Simulation:
             self.graph,
             self.execution,
             lambda changed: _execute(self.scenario, self.graph, costs, changed),
-            costs.durations_ns(self.graph),
+            _durations(self.scenario, self.graph, costs),
             reruns,
         )
 
@@ -105,7 +106,7 @@ def simulate(scenario: Scenario) -> Simulation:
     try:
         graph = lower_scenario(scenario)
         costs = CostModel(scenario.hardware, reserved_sms=scenario.overlap.reserved_sms)
-        execution = _execute(scenario, graph, costs, costs.durations_ns(graph))
+        execution = _execute(scenario, graph, costs, _durations(scenario, graph, costs))
     except OverflowError as error:
         raise ScenarioError(
             f"{scenario.name}: a size or time is beyond 64 bits (8 EiB, 292 years); check training.seq_len and "
@@ -123,7 +124,12 @@ def iteration_ms(scenario: Scenario) -> float:
     """
     graph = lower_scenario(scenario)
     costs = CostModel(scenario.hardware)
-    return float(_execute(scenario, graph, costs, costs.durations_ns(graph)).end.max()) / 1e6
+    return float(_execute(scenario, graph, costs, _durations(scenario, graph, costs)).end.max()) / 1e6
+
+
+def _durations(scenario: Scenario, graph: OpGraph, costs: CostModel) -> Int64:
+    """Nanoseconds of every operation, on the slowest of the ranks that wait for each other in its layer."""
+    return with_rank_jitter(scenario, graph, costs.durations_ns(graph))
 
 
 def _execute(scenario: Scenario, graph: OpGraph, costs: CostModel, durations: Int64) -> Execution:

@@ -5,8 +5,8 @@ decides, so that fixed costs (optimizer, gradient reduction) cannot hide in it; 
 Only dense models of a hidden size of at least 4,096 on one node with one sequence a rank take part: their kernels take
 milliseconds, so that launches cannot explain much, and what communication explains differs from layout to layout.
 
-Sources that run each layout once are fitted by level, without tensor parallelism: the upper quartile over their rows of
-the ratio that each row asks for, since whatever else slows a row down makes it ask for less.
+Sources that run each layout once are fitted by level, without tensor parallelism and below the sequences on which
+attention is fitted (:mod:`~benchmarks.fits.attention`): the median over their rows of the ratio that each row asks for.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import mean, median
 
 from benchmarks.rows import MeasuredRow
 from tracesim.scenario import Scenario
 
+from .attention import LONG_SEQUENCE
 from .result import Fit, expressed, installed_value, time_ms
 
 FIGURE = "training_clock_ratio"
@@ -40,7 +41,9 @@ def fit(files: Sequence[Path]) -> list[Fit]:
         rows = [
             row
             for row in by_source[source]
-            if row.scenario.hardware.name == hardware and row.scenario.parallel.tp == 1
+            if row.scenario.hardware.name == hardware
+            and row.scenario.parallel.tp == 1
+            and row.scenario.training.seq_len < LONG_SEQUENCE
         ]
         if rows:
             fits.append(_by_level(source, BY_LEVEL[source, hardware], rows))
@@ -108,7 +111,7 @@ def _by_level(source: str, profile: str, rows: Sequence[MeasuredRow]) -> Fit:
     measured = [row.time_ms or 0.0 for row in rows]
     full, half = ([at_clock_ms(row.scenario, clock) for row in rows] for clock in (1.0, 0.5))
     asked = [ratio_asked(*times) for times in zip(measured, full, half, strict=True)]
-    value = round(quantiles(asked, n=4, method="inclusive")[2], 3)
+    value = round(median(asked), 3)
 
     def residual(ratio: float) -> float:
         return mean(
@@ -118,8 +121,8 @@ def _by_level(source: str, profile: str, rows: Sequence[MeasuredRow]) -> Fit:
     return Fit(
         FIGURE,
         profile,
-        f"{len(rows)} dense one-node rows of {source} without tensor parallelism",
-        "upper quartile of what the rows ask for",
+        f"{len(rows)} dense one-node rows of {source} below {LONG_SEQUENCE} tokens a sequence",
+        "median of what the rows ask for",
         value,
         "mean error of the iteration time, %",
         residual(1.0),

@@ -45,6 +45,12 @@ class SourceSettings:
     overlap: Mapping[str, bool] = field(default_factory=dict)
     cross_entropy_fusion: bool | str = False
     transformer_engine: bool = True
+    eager: bool = False
+    """Whether pointwise operations are neither fused nor, where a row does not say so, compiled."""
+    flat_parameters: bool = False
+    """Whether ZeRO-3 is PyTorch's first FSDP, with a flat parameter a unit."""
+    shards_over_context: bool = False
+    """Whether the degree of FSDP in rows leaves out the ranks of context parallelism, over which it shards as well."""
     shape_from_size: bool = False
     """Whether layers and heads that a row leaves out follow from its size and width."""
     uneven_stages: bool = False
@@ -225,11 +231,20 @@ SETTINGS: dict[str, SourceSettings] = {
     "megatron-bridge-ablations": SourceSettings(
         zero=1, attention="flash", sp=True, recompute="none", cross_entropy_fusion=True, dtype="bf16"
     ),
-    # torchtitan: FSDP2 with fp32 sharded parameters, PyTorch's flash attention (FlashAttention 2), no dropout.
-    "torchtitan-perf-2024": SourceSettings(attention="flash-2", transformer_engine=False),
+    # torchtitan: FSDP2 with fp32 sharded parameters, over dp_shard * cp ranks (parallelisms/parallel_dims.py),
+    # PyTorch's flash attention (FlashAttention 2), no dropout, F.cross_entropy of logits in fp32 outside of what is
+    # compiled. Its configurations of 2024 for 64 A100 (train_configs/llama3_8b.toml, llama2_13b.toml) have compile =
+    # false and norm_type = "rmsnorm", written out in tensor operations (models/norms.py). Tensor parallelism always
+    # comes with sequence parallelism (parallelisms/parallelize_llama.py).
+    "torchtitan-perf-2024": SourceSettings(
+        attention="flash-2", transformer_engine=False, eager=True, cross_entropy_fusion="torch"
+    ),
     "torchtitan-bench": SourceSettings(
         attention="flash-2",
         transformer_engine=False,
+        sp=True,
+        shards_over_context=True,
+        cross_entropy_fusion="torch",
         seq_len=8192,
         dtype="bf16",
         zero=3,
@@ -238,8 +253,14 @@ SETTINGS: dict[str, SourceSettings] = {
             "sequences of 8,192 tokens where a row does not say: torchtitan's configurations for these models",
         ),
     ),
-    # fms-fsdp: PyTorch's flash attention, FSDP.
-    "fms-fsdp": SourceSettings(attention="flash-2", transformer_engine=False),
+    # fms-fsdp: PyTorch's flash attention, FSDP with gradients reduced in bf16 (policies/mixed_precision.py), compiled.
+    "fms-fsdp": SourceSettings(
+        attention="flash-2",
+        transformer_engine=False,
+        flat_parameters=True,
+        grad_reduce_dtype="bf16",
+        cross_entropy_fusion="torch",
+    ),
     "nemo-automodel": SourceSettings(attention="flash", uneven_stages=True),
     # CCL-Bench: torchtitan on Perlmutter; the rest is in the TOML files beside the traces (``configurations``).
     "ccl-bench": SourceSettings(
@@ -247,6 +268,8 @@ SETTINGS: dict[str, SourceSettings] = {
         transformer_engine=False,
         sp=True,
         uneven_stages=True,
+        shards_over_context=True,
+        cross_entropy_fusion="torch",
         notes=("sequence parallelism comes with torchtitan's tensor parallelism",),
     ),
     # Megatron-MoE-ModelZoo: Megatron-Core with Transformer Engine, distributed optimizer; tables say the rest.
@@ -262,10 +285,17 @@ SETTINGS: dict[str, SourceSettings] = {
     # Their rows have argument lists, which ``megatron_rows`` reads.
     "megatron-golden": SourceSettings(refused="a functional test without its argument list"),
     # PyTorch FSDP; ZeRO-3 or ZeRO-2 comes from the row. Transformer Engine of 2023 has delayed scaling only. The A100
-    # tables are of the first release (May 2023), whose kernel was Triton's of the first FlashAttention; the H100 tables
-    # came later, with FlashAttention-2.
+    # tables are of the first release (May 2023), whose kernel was Triton's of the first FlashAttention; the H100
+    # tables came later, with FlashAttention-2. scripts/train/yamls/pretrain/mpt-*.yaml: mixed_precision PURE, in which
+    # gradients are reduced in bf16, and Composer's decoupled AdamW, a kernel for each operation. MPT's loss is fused,
+    # but two metrics of training compute a cross entropy of the logits each (llmfoundry/models/mpt/modeling_mpt.py,
+    # train_metrics), which together is the traffic of PyTorch's loss.
     "llm-foundry-mpt": SourceSettings(
         vocab_size=50368,
+        eager=True,
+        flat_parameters=True,
+        grad_reduce_dtype="bf16",
+        cross_entropy_fusion="torch",
         attention_by_gpu={"a100": "flash-1", "h100": "flash-2"},
         transformer_engine=False,
         schedule="1f1b",

@@ -126,8 +126,11 @@ def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
         "parallel": parallel,
         "training": training,
         "schedule": _schedule(row, parallel, settings),
-        "overlap": _overlap(row, settings),
-        "libraries": {"transformer_engine": settings.transformer_engine},
+        "overlap": _overlap(row, parallel, settings),
+        "libraries": {
+            "transformer_engine": settings.transformer_engine,
+            "eager": settings.eager and "compile" not in text_at(row, "technique"),
+        },
     }
     if settings.recipes:
         _apply_recipe(mapping, row)
@@ -206,7 +209,11 @@ def _parallel(row: Mapping[str, Any], settings: SourceSettings) -> dict[str, Any
     if block * dp != gpus:
         raise RowSkippedError(f"tp * pp * cp * dp = {block * dp} is not its number of GPUs, {gpus}")
     plan = {**degrees, "dp": dp, "vpp": _chunks(stated, row), "sp": bool(stated.get("sp", settings.sp))}
-    return {**plan, **_sharding(stated, dp * degrees["cp"], settings)}
+    sharding = _sharding(stated, dp * degrees["cp"], settings)
+    if settings.shards_over_context and sharding.get("hsdp_shard") is not None:
+        shard = sharding["hsdp_shard"] * degrees["cp"]
+        sharding["hsdp_shard"] = shard if shard < dp * degrees["cp"] else None
+    return {**plan, **sharding, "flat_parameters": settings.flat_parameters and sharding["zero"] == 3}
 
 
 def _gpus(row: Mapping[str, Any], stated: Mapping[str, Any]) -> int:
@@ -360,10 +367,11 @@ _MODULES = {
 """Modules that are recomputed, by the words of tables."""
 _TORCHTITAN: dict[str, dict[str, Any]] = {
     "selective layer ac": {"every": 2},
-    "selective op ac": {"keep": "products"},
-    "per-op sac": {"keep": "products"},
+    "selective op ac": {"keep": "every-second-product"},
+    "per-op sac": {"keep": "every-second-product"},
 }
-"""torchtitan's kinds of activation checkpointing; its configurations recompute every second layer."""
+"""torchtitan's kinds of activation checkpointing; its configurations recompute every second layer. Its policy by
+operators keeps every second matrix product (``_save_list`` of torchtitan/parallelisms/parallelize_llama.py)."""
 
 
 def _recompute(row: Mapping[str, Any], settings: SourceSettings) -> str | dict[str, Any]:
@@ -402,8 +410,13 @@ def _schedule(row: Mapping[str, Any], parallel: Mapping[str, Any], settings: Sou
     return _SCHEDULES[stated.lower()].format(pp=pp, twice=2 * pp)
 
 
-def _overlap(row: Mapping[str, Any], settings: SourceSettings) -> dict[str, bool]:
+def _overlap(
+    row: Mapping[str, Any], parallel: Mapping[str, Any], settings: SourceSettings
+) -> dict[str, bool]:
     overlap = dict(settings.overlap)
+    if parallel["zero"] >= 2:
+        # Weights and gradients of units travel beside compute in every microbatch, and take SMs and memory from it.
+        overlap["contention"] = True
     if "no overlap of gradient" in text_at(row, "notes"):
         overlap["grad_reduce"] = False
     if "async" in text_at(row, "technique").lower():

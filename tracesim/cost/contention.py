@@ -135,7 +135,7 @@ def _demand(costs: CostModel, graph: OpGraph, row: int, duration: int) -> Demand
         return Demand(blocks=blocks, last_wave=_last_wave(blocks, profile.sm_count), uses=uses)
     waves = max(1, round(traffic / (WAVE_BYTES_PER_SM * profile.sm_count)))
     launches = shape.passes if isinstance(shape, MemoryShape) else 1
-    if kind is OpKind.NORM:
+    if kind is OpKind.NORM and not (isinstance(shape, MemoryShape) and shape.access == "stream"):
         return Demand(second_wave=SECOND_WAVE, uses=uses)
     return Demand(linear=True, last_wave=1.0 if launches > 1 else 1 / waves, uses=uses)
 

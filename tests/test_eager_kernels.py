@@ -1,0 +1,167 @@
+"""Kernels one by one, PyTorch's loss, and the copies of FSDP2: traffic and memory in closed forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from op_graphs.graph import OpGraph
+from op_graphs.vocabulary import MemoryCategory, OpKind
+from tests.dense_scenarios import dense_mapping
+from tests.test_lowering import assert_nothing_leaks, lowered, saved_bytes
+from tracesim.lowering import lower_scenario
+from tracesim.scenario import load_scenario
+
+EAGER: dict[str, Any] = {"libraries__eager": True}
+
+
+def traffic(graph: OpGraph, name: str) -> float:
+    """Bytes read and written by one operation of a name."""
+    rows = [row for row, string in enumerate(graph.operations.name) if graph.strings[string] == name]
+    assert rows, name
+    operations = graph.operations
+    found = {float(operations.bytes_read[row] + operations.bytes_written[row]) for row in rows}
+    assert len(found) == 1, name
+    return found.pop()
+
+
+def names(graph: OpGraph) -> set[str]:
+    return {graph.strings[name] for name in graph.operations.name}
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_each"),
+    [
+        ("input_layernorm", 36),
+        ("input_layernorm_backward", 84),
+        ("pre_mlp_layernorm", 36),
+        ("final_norm_backward", 84),
+    ],
+)
+def test_an_rms_norm_of_tensor_operations(name, bytes_each):
+    scenario, graph = lowered(**EAGER)
+    tokens = scenario.training.micro_batch_size * scenario.training.seq_len
+    assert traffic(graph, name) == bytes_each * tokens * scenario.model.hidden_size
+    assert_nothing_leaks(graph)
+
+
+def test_a_layer_norm_is_one_kernel_either_way():
+    fused, eager = (lowered(model__norm="layernorm", libraries__eager=flag)[1] for flag in (False, True))
+    for name in ("input_layernorm", "input_layernorm_backward"):
+        assert traffic(fused, name) == traffic(eager, name)
+
+
+def test_positions_activation_and_sums_of_gradients():
+    scenario, graph = lowered(**EAGER)
+    model = scenario.model
+    tokens = scenario.training.micro_batch_size * scenario.training.seq_len
+    rotated = tokens * model.head_size * (model.heads + model.kv_heads)
+    assert traffic(graph, "rotary") == traffic(graph, "rotary_backward") == 20 * rotated
+    assert traffic(graph, "swiglu") == 10 * tokens * model.ffn_size
+    assert traffic(graph, "swiglu_backward") == 18 * tokens * model.ffn_size
+    sums = [row for row in range(len(graph.operations)) if _name(graph, row) == "input_gradient_sum"]
+    hidden = tokens * model.hidden_size
+    # Two sums in front of attention, one in front of the MLP.
+    moved = graph.operations.bytes_read[sums] + graph.operations.bytes_written[sums]
+    assert sorted(set(moved.tolist())) == [6 * hidden, 12 * hidden]
+
+
+def _name(graph: OpGraph, row: int) -> str:
+    return graph.strings[graph.operations.name[row]]
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_keys_and_values_are_repeated_for_all_heads(kv_heads):
+    scenario, graph = lowered(model__kv_heads=kv_heads, **EAGER)
+    model = scenario.model
+    assert model.heads == 8
+    tokens = scenario.training.micro_batch_size * scenario.training.seq_len
+    if kv_heads == model.heads:
+        assert "repeated_heads" not in names(graph)
+        return
+    moved = 2 * 2 * tokens * model.head_size * (model.heads + kv_heads)
+    assert traffic(graph, "repeated_heads") == traffic(graph, "repeated_heads_backward") == moved
+
+
+def test_what_is_kept_beside():
+    """Norms keep fp32 inputs and scaled values in place of their input; the gate once activated; heads repeated."""
+    scenario, fused = lowered()
+    _, eager = lowered(**EAGER)
+    model = scenario.model
+    tokens = scenario.training.micro_batch_size * scenario.training.seq_len
+    repeated = 2 * 2 * (model.heads - model.kv_heads) * model.head_size
+    more = tokens * (2 * 4 * model.hidden_size + 2 * model.ffn_size + repeated)
+    for layer in range(model.layers):
+        kept = saved_bytes(eager, layer) - saved_bytes(fused, layer)
+        assert kept == more * scenario.training.num_microbatches
+
+
+@pytest.mark.parametrize("recompute", ["full", {"keep": "products"}, {"keep": "every-second-product"}])
+@pytest.mark.parametrize("parallel", [{}, {"tp": 4, "sp": True}, {"dp": 2, "zero": 3}])
+def test_it_goes_with_recompute_and_leaves_nothing_behind(recompute, parallel):
+    _, graph = lowered(parallel=parallel, training__recompute=recompute, **EAGER)
+    assert_nothing_leaks(graph)
+
+
+@pytest.mark.parametrize(("optimizer", "fused", "eager"), [("adam", 28, 80), ("sgd", 20, 32)])
+def test_an_optimizer_of_tensor_operations(optimizer, fused, eager):
+    """Bytes a parameter. Adam: decay 8, first moment 12, second 8 and 12, its root 8, 8 and 8, update 16. SGD: decay 8,
+    moment 12, update 12."""
+    moved = [
+        traffic(lowered(training__optimizer=optimizer, libraries__eager=flag)[1], optimizer)
+        for flag in (False, True)
+    ]
+    assert moved[1] / eager == moved[0] / fused
+
+
+def test_the_loss_of_pytorch():
+    """Cast 6 bytes a logit and logarithmic softmax 8; backward 4, 12 and 6, with three fp32 tensors at once."""
+    scenario, graph = lowered(training__cross_entropy_fusion="torch")
+    tokens = scenario.training.micro_batch_size * scenario.training.seq_len
+    logits = tokens * scenario.model.padded_vocab(1)
+    expected = {
+        "logits_to_fp32": 6,
+        "log_softmax": 8,
+        "picked_gradient_zero": 4,
+        "log_softmax_backward": 12,
+        "logit_gradient_cast": 6,
+    }
+    assert {name: traffic(graph, name) for name in expected} == {
+        name: each * logits for name, each in expected.items()
+    }
+    assert_nothing_leaks(graph)
+    buffers = graph.buffers
+    of_loss = {
+        graph.strings[name]: size
+        for name, size in zip(buffers.name, buffers.size, strict=True)
+        if graph.strings[name] in ("log_softmax_fp32", "picked_gradient", "logit_gradient_fp32")
+    }
+    assert of_loss == dict.fromkeys(
+        ("log_softmax_fp32", "picked_gradient", "logit_gradient_fp32"), 4 * logits
+    )
+
+
+def test_fsdp2_copies_units_apart_and_together():
+    changes: dict[str, Any] = {"dp": 4, "zero": 3}
+    each = lower_scenario(load_scenario(dense_mapping(parallel=changes)))
+    flat = lower_scenario(load_scenario(dense_mapping(parallel={**changes, "flat_parameters": True})))
+    for graph in (each, flat):
+        assert_nothing_leaks(graph)
+    copied = [row for row in range(len(each.operations)) if _name(each, row) == "gathered_weights_copy_out"]
+    gathered = [row for row in range(len(each.operations)) if _name(each, row) == "parameter_all_gather"]
+    assert len(copied) == len(gathered)
+    assert set(each.operations.kind[copied].tolist()) == {OpKind.MEMCPY}
+    # Read once and written once, as many bytes as are gathered.
+    size = each.operations.communication_bytes[gathered].sum()
+    assert each.operations.bytes_read[copied].sum() == each.operations.bytes_written[copied].sum() == size
+    assert "gathered_weights_copy_out" not in names(flat)
+    # What is gathered, and what is scattered, is a buffer of its own; flat parameters are gathered in place.
+    inputs = [graph.buffers.category[_rows_of(graph, "reduce_scatter_input")] for graph in (each, flat)]
+    assert set(inputs[0].tolist()) == {MemoryCategory.COMMUNICATION}
+    assert not len(inputs[1])
+
+
+def _rows_of(graph: OpGraph, name: str) -> np.ndarray:
+    return np.flatnonzero([graph.strings[index] == name for index in graph.buffers.name])
