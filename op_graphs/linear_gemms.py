@@ -121,7 +121,8 @@ def run_weight_gradient(builder: ProgramBuilder, gemm: DeferredGemm, consumed: S
     Without ``gradient_accumulation_fusion`` the gradient is a tensor of its own in the training dtype, which the hook
     of Megatron-Core's DistributedDataParallel adds to the main gradient and drops.
     """
-    row = builder.gemm(gemm.name, gemm.shape, scale_bytes=gemm.scale_bytes, phase=Phase.BACKWARD_WEIGHT)
+    scales, phase = gemm.scale_bytes, Phase.BACKWARD_WEIGHT
+    row = builder.gemm(gemm.name, gemm.shape, scale_bytes=scales, phase=phase, kind=gemm.kind)
     for tensor in consumed:
         builder.release(tensor, row)
     if gemm.accumulates_in is not None:

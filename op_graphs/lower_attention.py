@@ -10,6 +10,14 @@ from dataclasses import dataclass, replace
 
 from . import pointwise
 from .linear import forward_shape
+from .lower_absorbed_attention import (
+    AbsorbedSaved,
+    absorbed_output_backward,
+    absorbed_output_forward,
+    absorbed_projections_backward,
+    absorbed_projections_forward,
+    recompute_absorbed,
+)
 from .lower_context_parallel import CoreSaved, core_backward, core_forward
 from .lower_core_attention import AttentionSizes
 from .lower_latent_attention import (
@@ -37,7 +45,7 @@ class AttentionSaved:
     core: CoreSaved
     output: Tensor
     """Input of the output projection."""
-    latent: LatentSaved | None = None
+    latent: LatentSaved | AbsorbedSaved | None = None
     before_norm: Tensor | None = None
     """Queries and keys in front of their norm, where the model has one."""
     repeated: Tensor | None = None
@@ -52,10 +60,12 @@ def attention_forward(
     ``normalized`` is the output of the norm; it is released behind its last reader unless ``keep_input``.
     """
     sizes = AttentionSizes.of_layer(context, layer)
-    latent: LatentSaved | None = None
+    latent: LatentSaved | AbsorbedSaved | None = None
     before_norm: Tensor | None = None
     keys: Tensor | None = None
-    if context.model.latent_attention is not None:
+    if context.absorbs_latents:
+        latent, qkv = absorbed_projections_forward(builder, context, layer, normalized, keep_input=keep_input)
+    elif context.model.latent_attention is not None:
         latent, qkv = latent_projections_forward(builder, context, layer, normalized, keep_input=keep_input)
     else:
         qkv, keys, before_norm = _projection_forward(
@@ -74,6 +84,8 @@ def attention_forward(
         latent.up_recomputed = core.qkv == qkv
         if latent.up_recomputed:
             builder.release(qkv, builder.last_row)
+    if context.absorbs_latents:
+        output = absorbed_output_forward(builder, context, layer, output)
     if before_norm is not None and context.training.recompute.keeps_products:
         # What the projection wrote is kept once; norm and positions run again on it.
         builder.release(before_norm, builder.last_row)
@@ -109,6 +121,14 @@ def attention_backward(
     d_output: Tensor,
 ) -> Tensor:
     """Emit the backward pass from the gradient of the projection's input to that of the norm's output."""
+    if isinstance(saved.latent, AbsorbedSaved):
+        core = saved.core
+        d_core = absorbed_output_backward(builder, context, layer, core.output, d_output)
+        if saved.latent.up_recomputed:
+            qkv = recompute_absorbed(builder, context, layer, saved.latent, normalized)
+            core = replace(core, qkv=qkv)
+        d_qkv = core_backward(builder, context, saved.sizes, core, d_core)
+        return absorbed_projections_backward(builder, context, layer, saved.latent, normalized, d_qkv)
     if saved.latent is not None:
         core = saved.core
         if saved.latent.up_recomputed:

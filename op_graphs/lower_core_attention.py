@@ -36,26 +36,36 @@ class AttentionSizes:
     chunked: bool = False
     share: float = 1.0
     """Part of the score square that this rank computes: 1 / cp under context parallelism."""
+    values_in_keys: bool = False
+    """Whether values are the first elements of keys, so that they are not there twice."""
     documents: Documents | None = None
     """Documents that a sequence is packed from, outside of which no token attends; None if it is one."""
 
     @classmethod
     def of_layer(cls, context: LoweringContext, layer: int) -> AttentionSizes:
         """Sizes of a layer, without context parallelism applied to the work."""
-        model = context.model
+        model, latent = context.model, context.model.latent_attention
+        heads = model.heads // context.tp
+        kv_heads, head, values = context.local_kv_heads, model.head_size, model.value_head_size
+        if latent is not None:
+            kv_heads = heads
+        if latent is not None and context.absorbs_latents:
+            kv_heads, values = 1, latent.kv_lora_rank
+            head = values + latent.qk_rope_head_size
         return cls(
             batch=context.training.micro_batch_size,
             length=context.training.seq_len // context.parallel.cp,
             key_length=context.training.seq_len,
-            heads=model.heads // context.tp,
-            kv_heads=context.local_kv_heads if model.latent_attention is None else model.heads // context.tp,
-            head_size=model.head_size,
-            value_head_size=model.value_head_size,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_size=head,
+            value_head_size=values,
             item=context.item,
             causal=model.causal,
             window=model.attention_window(layer),
             chunked=model.window_kind == "chunked",
             share=1 / context.parallel.cp,
+            values_in_keys=context.absorbs_latents,
             documents=context.load.documents,
         )
 
@@ -67,7 +77,8 @@ class AttentionSizes:
     @property
     def kv_bytes(self) -> float:
         """Bytes of keys and values together, of as many tokens as there are queries."""
-        return self.item * self.batch * self.length * self.kv_heads * (self.head_size + self.value_head_size)
+        width = self.head_size + (0 if self.values_in_keys else self.value_head_size)
+        return self.item * self.batch * self.length * self.kv_heads * width
 
     @property
     def qkv_bytes(self) -> float:

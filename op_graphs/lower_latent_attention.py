@@ -26,7 +26,7 @@ from .vocabulary import OpKind, Phase
 
 
 @dataclass
-class _LatentPath:
+class LatentPath:
     """One of the two chains: down-projection, norm, up-projection."""
 
     latent: Tensor
@@ -39,9 +39,9 @@ class _LatentPath:
 class LatentSaved:
     """What the projections keep."""
 
-    query: _LatentPath | None
+    query: LatentPath | None
     """None where queries are projected from the hidden state directly."""
-    key_value: _LatentPath
+    key_value: LatentPath
     qkv: Tensor
     up_recomputed: bool
 
@@ -51,21 +51,23 @@ class LatentSaved:
         return [tensor for path in paths for tensor in (path.latent, path.normalized)]
 
 
-def _latent(context: LoweringContext) -> LatentAttention:
+def latent_of(context: LoweringContext) -> LatentAttention:
+    """The latent attention of a model that has it."""
     latent = context.model.latent_attention
     assert latent is not None, "only called for models with latent attention"
     return latent
 
 
 def _down(context: LoweringContext, layer: int, which: str) -> Linear:
-    latent = _latent(context)
+    latent = latent_of(context)
     outputs = latent.q_lora_rank if which == "q" else latent.kv_lora_rank + latent.qk_rope_head_size
     module = context.module(layer, f"self_attention.linear_{which}_down_proj")
     return Linear(f"{which}_down", module, context.model.hidden_size, outputs, context.sharded_tokens)
 
 
-def _up(context: LoweringContext, layer: int, which: str) -> Linear:
-    latent, heads = _latent(context), context.model.heads // context.tp
+def up_projection(context: LoweringContext, layer: int, which: str) -> Linear:
+    """The linear that brings queries (``q``), or keys and values (``kv``), up to the heads of this rank."""
+    latent, heads = latent_of(context), context.model.heads // context.tp
     if which == "q":
         inputs = latent.q_lora_rank or context.model.hidden_size
         outputs = heads * latent.qk_head_size
@@ -80,7 +82,7 @@ def _up(context: LoweringContext, layer: int, which: str) -> Linear:
 
 
 def _qkv_bytes(context: LoweringContext) -> float:
-    latent, heads = _latent(context), context.model.heads // context.tp
+    latent, heads = latent_of(context), context.model.heads // context.tp
     return context.token_bytes(heads * (2 * latent.qk_head_size + latent.v_head_size))
 
 
@@ -88,13 +90,13 @@ def latent_projections_forward(
     builder: ProgramBuilder, context: LoweringContext, layer: int, normalized: Tensor, *, keep_input: bool
 ) -> tuple[LatentSaved, Tensor]:
     """Emit the projections; returns what is kept, and q, k, v."""
-    latent = _latent(context)
-    query: _LatentPath | None = None
+    latent = latent_of(context)
+    query: LatentPath | None = None
     if latent.q_lora_rank:
-        query = _down_and_norm(
+        query = down_and_norm(
             builder, context, layer, "q", latent.q_lora_rank, normalized, keep_input=keep_input
         )
-    key_value = _down_and_norm(
+    key_value = down_and_norm(
         builder, context, layer, "kv", latent.kv_lora_rank, normalized, keep_input=keep_input
     )
     if query is not None and not keep_input:
@@ -115,7 +117,7 @@ def latent_projections_forward(
     return LatentSaved(query, key_value, qkv, up_recomputed), qkv
 
 
-def _down_and_norm(
+def down_and_norm(
     builder: ProgramBuilder,
     context: LoweringContext,
     layer: int,
@@ -124,7 +126,8 @@ def _down_and_norm(
     normalized: Tensor,
     *,
     keep_input: bool,
-) -> _LatentPath:
+) -> LatentPath:
+    """The down-projection of queries (``q``) or keys and values (``kv``), and its norm over ``rank`` elements."""
     linear = _down(context, layer, which)
     row = linear_forward(builder, context, linear, normalized if keep_input else None)
     latent = builder.activation(f"{which}_latent", context.sharded_token_bytes(linear.outputs), row)
@@ -133,7 +136,7 @@ def _down_and_norm(
         f"{which}_latent_norm", OpKind.NORM, read=size, written=size, access="reduction", dtype=context.dtype
     )
     builder.parameter_rows.setdefault(context.module(layer, f"self_attention.{which}_layernorm"), row)
-    return _LatentPath(latent, builder.activation(f"{which}_latent_normalized", size, row))
+    return LatentPath(latent, builder.activation(f"{which}_latent_normalized", size, row))
 
 
 def _up_projections(
@@ -145,10 +148,10 @@ def _up_projections(
     keep_query_input: bool,
 ) -> Tensor:
     """Both up-projections, rotary positions, and the copy into contiguous q, k and v."""
-    latent, heads = _latent(context), context.model.heads // context.tp
+    latent, heads = latent_of(context), context.model.heads // context.tp
     raw: list[Tensor] = []
     for which in ("q", "kv"):
-        linear = _up(context, layer, which)
+        linear = up_projection(context, layer, which)
         width = linear.inputs + (latent.qk_rope_head_size if which == "kv" else 0)
         keep_input = keep_query_input or which == "kv"
         row = column_parallel_forward(
@@ -183,7 +186,7 @@ def latent_projections_backward(
     d_qkv: Tensor,
 ) -> Tensor:
     """Emit the backward pass of the projections; returns the gradient of the norm's output."""
-    latent = _latent(context)
+    latent = latent_of(context)
     size = _qkv_bytes(context)
     row = builder.memory_bound(
         "rotary_and_layout_backward",
@@ -195,16 +198,16 @@ def latent_projections_backward(
         dtype=context.dtype,
     )
     builder.release(d_qkv, row)
-    up = {which: _up(context, layer, which) for which in ("kv", "q")}
+    up = {which: up_projection(context, layer, which) for which in ("kv", "q")}
     d_up = {
         which: builder.temporary(f"{which}_up_gradient", context.token_bytes(linear.outputs), row)
         for which, linear in up.items()
     }
-    kv_gradient = _path_backward(
+    kv_gradient = path_backward(
         builder, context, layer, "kv", saved.key_value, up["kv"], d_up["kv"], normalized
     )
     if saved.query is not None:
-        q_gradient = _path_backward(builder, context, layer, "q", saved.query, up["q"], d_up["q"], normalized)
+        q_gradient = path_backward(builder, context, layer, "q", saved.query, up["q"], d_up["q"], normalized)
     else:
         q_gradient = column_parallel_backward(builder, context, up["q"], normalized, d_up["q"])
     hidden = context.hidden_bytes
@@ -217,18 +220,31 @@ def latent_projections_backward(
     return q_gradient
 
 
-def _path_backward(
+def path_backward(
     builder: ProgramBuilder,
     context: LoweringContext,
     layer: int,
     which: str,
-    path: _LatentPath,
+    path: LatentPath,
     up: Linear,
     d_up: Tensor,
     normalized: Tensor,
 ) -> Tensor:
     """Backward of up-projection, latent norm and down-projection; returns the gradient of the norm's output."""
     d_latent = column_parallel_backward(builder, context, up, path.normalized, d_up)
+    return path_behind_norm_backward(builder, context, layer, which, path, d_latent, normalized)
+
+
+def path_behind_norm_backward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    layer: int,
+    which: str,
+    path: LatentPath,
+    d_latent: Tensor,
+    normalized: Tensor,
+) -> Tensor:
+    """Backward of latent norm and down-projection; returns the gradient of the norm's output."""
     down = _down(context, layer, which)
     size = context.sharded_token_bytes(down.outputs)
     row = builder.memory_bound(

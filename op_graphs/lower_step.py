@@ -285,7 +285,10 @@ def _persistent(
     # Transformer Engine returns a dummy gradient to autograd where the GEMM already added the real one to the main
     # gradient, and keeps one for each distinct weight shape (module/_common.py, get_dummy_wgrad).
     # Frozen weights have none, and adapters run on PyTorch's linears.
-    shapes = {t.shape for c in chunks for t in c.parameters if t.role in ("weight", "head")}
+    # Nor does a weight that is no linear's have one: that of absorbed projections.
+    absorbed = "linear_kv_up_proj.weight" if context.absorbs_latents else "no such weight"
+    weights = [t for c in chunks for t in c.parameters if not t.name.endswith(absorbed)]
+    shapes = {t.shape for t in weights if t.role in ("weight", "head")}
     shapes = set() if context.freezes_weights else shapes
     buffers += [
         PersistentBuffer(

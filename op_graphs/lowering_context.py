@@ -81,6 +81,11 @@ class LoweringContext:
         return self.dtype if self.recipe is None else self.recipe.element
 
     @property
+    def absorbs_latents(self) -> bool:
+        """Whether latent attention runs on the latents, its up-projections absorbed into queries and output."""
+        return self.model.latent_attention is not None and self.training.mla == "absorbed"
+
+    @property
     def stores_quantized(self) -> bool:
         """Whether inputs of activations and outputs of attention stay in fewer bits than they are computed in."""
         return self.recipe is not None and self.recipe.stored_once

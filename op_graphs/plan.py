@@ -175,6 +175,8 @@ class TrainingPlan:
     attention: str = "flash"
     """``flash`` (the machine's best fused kernel, scores never stored), ``flash-2`` or ``flash-1`` (a FlashAttention of
     that generation), or ``unfused`` (score matrix kept)."""
+    mla: str = "expanded"
+    """How latent attention runs: ``expanded`` to keys and values of every head, or ``absorbed``, on the latents."""
     images_per_sample: int = 1
     """Images in a sequence of a vision-language model."""
     routing: Routing | None = None

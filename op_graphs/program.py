@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .columns import Int8, Int32, Int64, StringTable, Table
+from .columns import Int8, Int32, Int64, Table
 from .graph import OPERATION_DEFAULTS, GemmShape, MemoryShape, Operations, Shape
-from .timeline import CommunicationGroup
+from .graph_names import GraphNames as GraphNames
 from .vocabulary import Communication, Dimension, DType, MemoryCategory, OpKind, Phase, Stream
 
 _DIMENSION_STREAMS: dict[Dimension, Stream] = {
@@ -73,33 +73,6 @@ class Program:
         return len(self.operations)
 
 
-class GraphNames:
-    """Strings, shapes and groups shared by all programs of a graph, interned in order of first use."""
-
-    def __init__(self) -> None:
-        self.strings = StringTable()
-        self._groups: dict[CommunicationGroup, int] = {}
-        self._shapes: dict[Shape, int] = {}
-
-    def shape(self, shape: Shape) -> int:
-        """Index of a shape signature; -1 for none."""
-        if shape is None:
-            return -1
-        return self._shapes.setdefault(shape, len(self._shapes))
-
-    def shapes(self) -> tuple[Shape, ...]:
-        """All shape signatures, at their index."""
-        return tuple(self._shapes)
-
-    def group(self, name: str, ranks: tuple[int, ...]) -> int:
-        """Index of a process group."""
-        return self._groups.setdefault(CommunicationGroup(name, ranks, len(ranks)), len(self._groups))
-
-    def groups(self) -> tuple[CommunicationGroup, ...]:
-        """All process groups, at their index."""
-        return tuple(self._groups)
-
-
 @dataclass(frozen=True)
 class Tensor:
     """A buffer of a program under construction."""
@@ -124,6 +97,8 @@ class DeferredGemm:
     """Bytes of block scales it reads."""
     accumulates_in: DType | None = None
     """Type of the main gradient to which its result is added afterwards; None if it writes where it belongs."""
+    kind: OpKind | None = None
+    """As in :meth:`ProgramBuilder.gemm`."""
 
 
 @dataclass(frozen=True)
@@ -269,15 +244,24 @@ class ProgramBuilder:
         return row
 
     def gemm(
-        self, name: str, shape: GemmShape, *, scale_bytes: float = 0.0, phase: Phase | None = None
+        self,
+        name: str,
+        shape: GemmShape,
+        *,
+        scale_bytes: float = 0.0,
+        phase: Phase | None = None,
+        kind: OpKind | None = None,
     ) -> int:
-        """Add a matrix product; FLOPs and traffic follow from its shape, and from the block scales it reads."""
+        """Add a matrix product; FLOPs and traffic follow from its shape, and from the block scales it reads.
+
+        Several at once are a grouped product, unless ``kind`` says that one kernel computes them as a batch.
+        """
         elements_in = shape.count * (shape.m * shape.k + shape.k * shape.n)
         elements_out = shape.count * shape.m * shape.n
         output_bytes = elements_out * shape.output.itemsize
         return self.compute(
             name,
-            OpKind.GROUPED_GEMM if shape.count > 1 else OpKind.GEMM,
+            kind or (OpKind.GROUPED_GEMM if shape.count > 1 else OpKind.GEMM),
             read=elements_in * shape.dtype.itemsize + scale_bytes + (output_bytes if shape.accumulate else 0),
             written=output_bytes,
             flops=2.0 * shape.count * shape.m * shape.n * shape.k,

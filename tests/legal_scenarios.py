@@ -125,6 +125,7 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
             "num_microbatches": draw(st.sampled_from([4, 8])),
             "dtype": draw(st.sampled_from(["bf16", "bf16", "fp8-tensorwise", "fp8-blockwise", "mxfp8"])),
             "router_padding": draw(st.booleans()),
+            "mla": draw(st.sampled_from(["expanded", "absorbed"])),
             "routing": draw(st.sampled_from([None, None, {"zipf": 1.0}])),
             "optimizer": draw(st.sampled_from(list(OPTIMIZERS))),
             "recompute": draw(st.sampled_from(RECOMPUTE)),

@@ -116,6 +116,9 @@ def check_context_parallel(
     if not attention:
         return
     kv_heads = max(1, (model.heads if model.latent_attention else model.kv_heads) // parallel.tp)
+    if model.latent_attention and training.mla == "absorbed":
+        # The latent is one head that all ranks share.
+        kv_heads = 1
     windowed = any(model.attention_window(layer) for layer in attention)
     if windowed and parallel.cp_comm in ("p2p", "a2a+p2p"):
         problems.add(
@@ -138,6 +141,40 @@ def check_context_parallel(
             parallel.cp,
             f"has no divisor that the {kv_heads} key-value heads of a rank divide by, so there is nothing to switch; "
             "use cp_comm: p2p",
+        )
+
+
+_WIDEST_FLASH_HEAD = 256
+"""Elements of a head that FlashAttention up to its second generation takes."""
+
+
+def check_latent_attention(
+    model: ModelDescription, parallel: ParallelPlan, training: TrainingPlan, problems: Problems
+) -> None:
+    """Note what absorbed up-projections do not go with (Megatron-Core ``absorbed_mla.py``)."""
+    path, latent = "training.mla", model.latent_attention
+    if training.mla != "absorbed" or not problems.sound(path):
+        return
+    if latent is None:
+        problems.add(path, "absorbed", f"belongs to latent attention, {model.name} has none; leave it out")
+        return
+    if parallel.tp > 1 and not parallel.sp and problems.sound("parallel.tp", "parallel.sp"):
+        problems.add(
+            path,
+            "absorbed",
+            f"gathers latents along the sequence with tp = {parallel.tp}; set parallel.sp: true",
+        )
+    if training.recipe is not None and problems.sound("training.dtype"):
+        problems.add(
+            path, "absorbed", "is not there for products in 8 or 4 bits; set dtype: bf16, or mla: expanded"
+        )
+    width = latent.kv_lora_rank + latent.qk_rope_head_size
+    if training.attention in ("flash-1", "flash-2") and width > _WIDEST_FLASH_HEAD:
+        problems.add(
+            "training.attention",
+            training.attention,
+            f"takes heads of at most {_WIDEST_FLASH_HEAD} elements, with mla: absorbed they have {width}; set "
+            "attention: flash, or mla: expanded",
         )
 
 

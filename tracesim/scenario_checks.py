@@ -25,6 +25,7 @@ from .offload_fields import check_offload
 from .parallel_checks import (
     check_context_parallel,
     check_experts,
+    check_latent_attention,
     check_permutation,
     check_recompute,
     check_sharding,
@@ -69,6 +70,7 @@ def check_combinations(draft: Draft, problems: Problems) -> None:
         check_experts(draft.model, draft.parallel, problems)
         check_permutation(draft.model, draft.libraries, problems)
         check_context_parallel(draft.model, draft.parallel, draft.training, problems)
+        check_latent_attention(draft.model, draft.parallel, draft.training, problems)
         check_recompute(draft.model, draft.training, problems)
         check_imbalance(draft.model, draft.training, problems)
         check_vision(draft.model, draft.parallel, draft.training, problems)

@@ -176,6 +176,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "deferred_head_gradients": _optional_count(),
         "attention_mask": _flag(_TRAINING.attention_mask),
         "attention": _choice(_TRAINING.attention, ("flash", "flash-2", "flash-1", "unfused")),
+        "mla": _choice(_TRAINING.mla, ("expanded", "absorbed")),
         "images_per_sample": _count(_TRAINING.images_per_sample),
         # Read by tracesim.imbalance_fields.
         "routing": FieldRule("", lambda value: True, None),
