@@ -95,6 +95,9 @@ class LibraryPlan:
     deterministic: bool = False
     """Whether only kernels with reproducible results may run (``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``), which on
     Blackwell leaves FlashAttention 2 in place of cuDNN's attention; its time is not told apart."""
+    batch_fetch_waits: bool = False
+    """Whether the host waits for the device in every forward to fetch its batch, as Megatron-LM did until late 2023 on
+    all pipeline stages (``tensor_parallel.broadcast_data`` copies sizes back)."""
     cublas_workspace_kib: int | None = None
     """What ``CUBLAS_WORKSPACE_CONFIG`` gives cuBLAS for each thread and stream; None is PyTorch's default."""
 

@@ -160,7 +160,8 @@ class _Assembly:
         first, last = _edges_of_chunks(self.schedule, rank)
         chunks = {chunk.chunk.stage: chunk for chunk in programs.chunks}
         row = self.schedule.actions[rank]
-        for action, needed in zip(row, _needs_of_next(row, self.schedule), strict=True):
+        joined = self.transfers.joins(self.schedule.name)
+        for action, needed in zip(row, _needs_of_next(row, self.schedule, joined), strict=True):
             if action.is_send or action.is_receive:
                 self._add_transfer(state, action, rank, needed)
                 continue
@@ -414,13 +415,18 @@ class _Assembly:
         )
 
 
-def _needs_of_next(row: Sequence[Action], schedule: Schedule) -> list[frozenset[Action]]:
-    """For each action of a rank, what the next compute action needs."""
+def _needs_of_next(row: Sequence[Action], schedule: Schedule, joined: bool) -> list[frozenset[Action]]:
+    """For each action of a rank, what the next compute action needs; if ``joined`` also those directly behind that."""
     found: list[frozenset[Action]] = []
     following: frozenset[Action] = frozenset()
+    behind_transfer = True
     for action in reversed(row):
-        if not (action.is_send or action.is_receive):
-            following = frozenset(requirements(action, schedule))
+        if action.is_send or action.is_receive:
+            behind_transfer = True
+        else:
+            needs = frozenset(requirements(action, schedule))
+            following = needs | following if joined and not behind_transfer else needs
+            behind_transfer = False
         found.append(following)
     return found[::-1]
 

@@ -8,6 +8,7 @@ from op_graphs.columns import Int64
 from op_graphs.graph import OpGraph
 from op_graphs.lower_stage import Chunk, ChunkPrograms
 from op_graphs.lower_step import PersistentBuffer, RankPrograms
+from op_graphs.overlap.registry import TRANSFERS
 from op_graphs.plan import OverlapPlan
 from op_graphs.program import GraphNames, Program, ProgramBuilder, Tensor
 from op_graphs.vocabulary import MemoryCategory, OpKind, Phase
@@ -40,7 +41,9 @@ def one_operation_step(schedule: Schedule, overlap: OverlapPlan | None = None) -
                 receive_bytes=1,
             )
         )
-    return assemble(ranks, add_communication(schedule), overlap or OverlapPlan(), names)
+    overlap = overlap or OverlapPlan()
+    joined = TRANSFERS.chosen(overlap.p2p).joins(schedule.name)
+    return assemble(ranks, add_communication(schedule, joined=joined), overlap, names)
 
 
 def durations_of(graph: OpGraph, **by_name: int) -> Int64:

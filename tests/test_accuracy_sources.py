@@ -179,6 +179,32 @@ def test_a_calculated_bubble_is_compared_where_no_time_is_given(tmp_path):
     assert found.scenario.schedule == "greedy:memory=16"
 
 
+def test_runtimes_of_one_source_differ_by_their_schedule(tmp_path):
+    row = {
+        "gpu": "A100-80GB-SXM",
+        "mbs": 3,
+        "gbs": 72,
+        "metrics": {"samples_per_gpu_s": 4.0},
+        "model": {"heads": 32, "hidden": 4096, "layers": 30, "name": "GPT 6.2B", "seq": 1024},
+        "num_gpus": 8,
+        "parallel": {"dp": 1, "pp": 8, "tp": 1},
+        "schedule": "ZB-1p",
+        "source": "zero-bubble",
+    }
+    automatic, megatron, interleaved = (
+        expressed(changed(row, **changes), tmp_path).scenario
+        for changes in (
+            {},
+            {"schedule": "1F1B"},
+            {"schedule": "1F1B-I", "parallel__vpp": "layers per stage"},
+        )
+    )
+    assert (automatic.overlap.p2p, automatic.overlap.contention) == ("ahead", True)
+    for scenario in (megatron, interleaved):
+        assert (scenario.overlap.p2p, scenario.overlap.contention) == ("batched", False)
+    assert all(s.libraries.batch_fetch_waits for s in (automatic, megatron, interleaved))
+
+
 def test_activations_relative_to_a_baseline(tmp_path):
     row = changed(
         GPT_22B,

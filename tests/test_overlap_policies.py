@@ -19,7 +19,17 @@ from op_graphs.overlap.registry import OVERLAP_POINTS, TENSOR, describe_policies
 from op_graphs.plan import OverlapPlan
 from op_graphs.program import GraphNames, Program, ProgramBuilder
 from op_graphs.vocabulary import DType, OpKind, Phase, Stream
-from schedules import build_schedule, schedule_names, usual_chunks
+from schedules import (
+    Action,
+    Schedule,
+    add_communication,
+    build_schedule,
+    check_blocking_sends,
+    check_schedule,
+    schedule_names,
+    usual_chunks,
+    without_communication,
+)
 from tests.dense_scenarios import dense_mapping
 from tests.graphs import graph_of, naive_times
 from tests.one_operation_programs import durations_of, one_operation_step
@@ -305,6 +315,69 @@ def test_batches_of_two_stages_by_hand() -> None:
     assert pipeline_time("1f1b", "batched", 5, pp=2, microbatches=2) == 105
     # Posted ahead, 0F1 does not wait for the first send, nor 1F1 for its activation: 1F1 follows 1B0 at once.
     assert pipeline_time("1f1b", "ahead", 5, pp=2, microbatches=2) == 100
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 2), (2, 6), (4, 4), (4, 12), (8, 16)])
+@pytest.mark.parametrize("transfer", [0, 7])
+def test_interleaved_batches_run_in_lockstep(pp: int, microbatches: int, transfer: int) -> None:
+    """One batch behind a forward and a backward: against a recurrence over the batches of all ranks."""
+    schedule = build_schedule("interleaved-1f1b", pp, 2, microbatches)
+    graph = one_operation_step(schedule, OverlapPlan(p2p="batched"))
+    found = execute(graph, durations_of(graph, F=10, B=20, transfer=transfer))
+    assert found.end.max() == lockstep_time(schedule, {"F": 10, "B": 20}, transfer)
+
+
+def lockstep_time(schedule: Schedule, costs: dict[str, int], transfer: int) -> int:
+    """When all ranks are done, if each waits behind a run of compute for all transfers that follow it."""
+    runs: list[list[tuple[int, list[Action]]]] = []
+    for row in add_communication(schedule, joined=True).actions:
+        found: list[tuple[int, list[Action]]] = [(0, [])]
+        for action in row:
+            if not action.is_compute:
+                found[-1][1].append(action)
+            elif found[-1][1]:
+                found.append((costs[action.kind.value], []))
+            else:
+                found[-1] = (found[-1][0] + costs[action.kind.value], [])
+        runs.append(found)
+    place = {
+        action: (rank, at)
+        for rank, found in enumerate(runs)
+        for at, (_, batch) in enumerate(found)
+        for action in batch
+    }
+    posted: dict[tuple[int, int], int] = {}
+    ended = {(rank, -1): 0 for rank in range(schedule.pp)}
+    while len(ended) < schedule.pp + sum(map(len, runs)):
+        before = len(posted), len(ended)
+        for rank, found in enumerate(runs):
+            for at, (cost, batch) in enumerate(found):
+                if (rank, at - 1) in ended:
+                    posted[rank, at] = ended[rank, at - 1] + cost
+                peers = [place[action.peer] for action in batch]
+                if (rank, at) in posted and all(peer in posted for peer in peers):
+                    last = max([posted[rank, at], *(posted[peer] for peer in peers)])
+                    ended[rank, at] = last + (transfer if batch else 0)
+        assert before != (len(posted), len(ended)), "no rank can go on"
+    return max(ended.values())
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_joined_batches_change_no_order_and_run_with_blocking_sends(
+    pp: int, chunks: int, rounds: int
+) -> None:
+    schedule = build_schedule("interleaved-1f1b", pp, chunks, pp * rounds)
+    joined = add_communication(schedule, joined=True)
+    check_schedule(joined)
+    check_blocking_sends(joined)
+    assert without_communication(joined).actions == schedule.actions
+    for row in joined.actions:
+        kinds = "".join(action.kind.value if action.is_compute else "." for action in row)
+        # Nothing between a forward and the backward behind it, but where all forwards are a warm-up.
+        assert len(re.findall(r"F\.+B", kinds)) == ("FB" not in kinds)
+        assert "FB" in kinds or kinds.count("F.") == schedule.microbatches * chunks
 
 
 # -- data parallelism ------------------------------------------------------------------------------------------------

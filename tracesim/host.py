@@ -9,6 +9,7 @@ Where the host waits for the device, it loses its lead:
 
 - Transfers between stages that are not overlapped: Megatron-LM synchronises the device after each batch of them, so the
   next action begins ``host.resume_us`` later, with the return from the wait, the step function, and the first launches.
+- A forward that fetches its batch first (:mod:`tracesim.host_waits`).
 - Operations of kind ``HOST`` inside an action (the token counts of experts): what follows is launched from their end.
 
 Left out: the lead a host builds up over a slow backward pass and spends in the next forward pass, the bounded launch
@@ -27,6 +28,7 @@ from op_graphs.overlap.registry import TRANSFERS
 from op_graphs.vocabulary import OpKind, Stream
 
 from .engine import Execution, execute
+from .host_waits import with_batch_waits
 from .scenario import Scenario
 
 _TRANSFERS = (
@@ -45,13 +47,20 @@ class HostTimes:
     """Launching one lowered operation."""
     resume_ns: int = 0
     """From the end of a transfer between stages that the host waits for to the start of the action behind it."""
+    batch_ns: int = 0
+    """The same from the end of what ran before a forward whose batch the host waits for."""
 
 
 def host_times(scenario: Scenario) -> HostTimes:
     """What the host of a scenario takes; it waits for transfers between stages where they are not overlapped."""
     host = scenario.hardware.host
     waits = TRANSFERS.chosen(scenario.overlap.p2p).host_waits
-    return HostTimes(round(host.operation_us * 1e3), round(host.resume_us * 1e3) if waits else 0)
+    resume_ns = round(host.resume_us * 1e3)
+    return HostTimes(
+        round(host.operation_us * 1e3),
+        resume_ns if waits else 0,
+        resume_ns if scenario.libraries.batch_fetch_waits else 0,
+    )
 
 
 def execute_with_host(graph: OpGraph, durations: Int64, *, gap_ns: int = 0, host: HostTimes) -> Execution:
@@ -83,6 +92,9 @@ def with_launches(graph: OpGraph, durations: Int64, host: HostTimes) -> tuple[Op
     stream = graph.operations.stream
     resumes = np.isin(stream[graph.dependencies], _TRANSFERS) & ~np.isin(stream[targets], _TRANSFERS)
     lags = np.where(resumes, host.resume_ns, 0)
+    if host.batch_ns:
+        graph, lags = with_batch_waits(graph, lags, host.batch_ns)
+        targets = np.repeat(np.arange(count), np.diff(graph.dependency_offsets))
     if not host.operation_ns:
         return graph, lags.astype(np.int64)
     launched, sources, launches = _launches(graph, durations, host.operation_ns)

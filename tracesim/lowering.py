@@ -10,6 +10,7 @@ from op_graphs.imbalance import Level, StageLoads, stage_loads
 from op_graphs.lower_stage import Chunk, lower_chunk
 from op_graphs.lower_step import RankPrograms, lower_rank
 from op_graphs.lowering_context import LoweringContext
+from op_graphs.overlap.registry import TRANSFERS
 from op_graphs.precision import precision_recipe
 from op_graphs.program import GraphNames
 from op_graphs.stage_layout import embedding_stage, layers_per_stage
@@ -47,7 +48,8 @@ def lower_scenario(scenario: Scenario, level: Level = "most") -> OpGraph:
     if schedule.has_communication:
         check_schedule(schedule)
     else:
-        schedule = add_communication(schedule)
+        joined = TRANSFERS.chosen(scenario.overlap.p2p).joins(scenario.schedule)
+        schedule = add_communication(schedule, joined=joined)
     return assemble(programs, schedule, scenario.overlap, names)
 
 

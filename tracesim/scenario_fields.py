@@ -199,6 +199,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "permute_fusion": _flag(_LIBRARIES.permute_fusion),
         "eager": _flag(_LIBRARIES.eager),
         "deterministic": _flag(_LIBRARIES.deterministic),
+        "batch_fetch_waits": _flag(_LIBRARIES.batch_fetch_waits),
         "cublas_workspace_kib": _optional_count(1 << 24),
     },
 }

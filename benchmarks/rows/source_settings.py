@@ -42,7 +42,11 @@ class SourceSettings:
     """Kernels of sources whose tables are of different years, by the beginning of the GPU's name."""
     schedule: str | None = None
     sp: bool = False
-    overlap: Mapping[str, bool] = field(default_factory=dict)
+    overlap: Mapping[str, bool | str] = field(default_factory=dict)
+    overlap_by_schedule: Mapping[str, Mapping[str, bool | str]] = field(default_factory=dict)
+    """What differs from that, by the beginning of a schedule's name in the rows."""
+    batch_fetch_waits: bool = False
+    """Whether the host waits for the device in every forward to fetch its batch."""
     cross_entropy_fusion: bool | str = False
     transformer_engine: bool = True
     eager: bool = False
@@ -172,7 +176,11 @@ SETTINGS: dict[str, SourceSettings] = {
     # examples/pretrain_zero_bubble.sh has fp16 and no overlapped point-to-point transfers. It asks for flash attention
     # at 4,096 tokens, but the peak memory of all four models at 1,024 (table 4) is that of stored scores and dropout
     # masks: without them it would be 26 GB instead of 39 at 6.2B. The vocabulary is not stated; the sizes of all four
-    # models agree with 32,000 words and a tied embedding.
+    # models agree with 32,000 words and a tied embedding. 1F1B and its interleaved form are Megatron-LM's, which posts
+    # transfers in batches (batch_p2p_comm) and waits for the device behind each (batch_p2p_sync); the runtime of the
+    # automatic schedules (core/pipeline_parallel/zb_schedules.py) posts batches too, but waits only for what a pass
+    # reads, so that transfers run beside compute and take SMs from it. The fork is of September 2023, when get_batch
+    # of pretrain_gpt.py still ran on all stages and waited for the device (core/tensor_parallel/data.py).
     "zero-bubble": SourceSettings(
         vocab_size=32_000,
         dtype="fp16",
@@ -180,7 +188,9 @@ SETTINGS: dict[str, SourceSettings] = {
         recompute="none",
         zero=0,
         attention="unfused",
-        overlap=_NO_OVERLAP,
+        overlap={**_NO_OVERLAP, "p2p": "batched"},
+        overlap_by_schedule={"zb": {"p2p": "ahead", "contention": True}},
+        batch_fetch_waits=True,
         embedding_counts_as_layer=True,
         uneven_stages=True,
         notes=("fp16, unfused attention and 32,000 words are the source's, not the row's",),

@@ -130,6 +130,7 @@ def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
         "libraries": {
             "transformer_engine": settings.transformer_engine,
             "eager": settings.eager and "compile" not in text_at(row, "technique"),
+            "batch_fetch_waits": settings.batch_fetch_waits,
         },
     }
     if settings.recipes:
@@ -412,8 +413,11 @@ def _schedule(row: Mapping[str, Any], parallel: Mapping[str, Any], settings: Sou
 
 def _overlap(
     row: Mapping[str, Any], parallel: Mapping[str, Any], settings: SourceSettings
-) -> dict[str, bool]:
+) -> dict[str, bool | str]:
     overlap = dict(settings.overlap)
+    for beginning, changes in settings.overlap_by_schedule.items():
+        if text_at(row, "schedule").lower().startswith(beginning):
+            overlap.update(changes)
     if parallel["zero"] >= 2:
         # Weights and gradients of units travel beside compute in every microbatch, and take SMs and memory from it.
         overlap["contention"] = True

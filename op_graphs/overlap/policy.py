@@ -87,11 +87,16 @@ class TransferPlacement(OverlapPolicy):
     host_waits: ClassVar[bool] = False
     """Whether the framework's host waits for the device after each batch of transfers, and launches late behind it."""
 
+    def joins(self, schedule: str) -> bool:
+        """Whether a schedule, by name, sends and receives nothing between a forward and the backward behind it."""
+        return False
+
     @abstractmethod
     def behind(self, transfers: RankTransfers, *, is_send: bool, awaited: bool) -> Sequence[int]:
         """Rows behind which a transfer is posted, beside what makes the data it sends.
 
-        ``awaited`` says of a receive that the next compute action needs it; others are posted early.
+        ``awaited`` says of a receive that the next compute action needs it, or one that follows without a transfer
+        between; others are posted early.
         """
 
     @abstractmethod

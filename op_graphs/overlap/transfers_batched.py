@@ -8,7 +8,8 @@ from op_graphs.plan import ParallelPlan
 
 from .policy import RankTransfers, TransferPlacement
 
-_POSTED_SO = ("1f1b", "gpipe", "forward")
+_JOINED = "interleaved-1f1b"
+_POSTED_SO = ("1f1b", "gpipe", "forward", _JOINED)
 
 
 class TransfersBatched(TransferPlacement):
@@ -17,6 +18,7 @@ class TransfersBatched(TransferPlacement):
     A batch is posted behind the compute before it and behind the batch before it, and the compute behind it waits for
     all of it: also for a send whose receiver has not come to its own batch yet. A receive that the next action does not
     need is posted with the batch but awaited by its reader only, as the schedule's communication pass posts it early.
+    In the interleaved schedule one batch follows a forward and a backward together, and ranks run in lockstep.
     """
 
     name = "batched"
@@ -29,9 +31,13 @@ class TransfersBatched(TransferPlacement):
 
     def refusal(self, parallel: ParallelPlan, schedule: str) -> str | None:
         """Ranks whose batches do not belong together run one after the other; files are taken at their word."""
-        if parallel.pp == 1 or schedule in _POSTED_SO or schedule.endswith(".csv"):
+        if parallel.pp == 1 or schedule.partition(":")[0] in _POSTED_SO or schedule.endswith(".csv"):
             return None
         return f"needs a schedule whose ranks post their batches together: {', '.join(_POSTED_SO)}"
+
+    def joins(self, schedule: str) -> bool:
+        """The interleaved one."""
+        return schedule.partition(":")[0] == _JOINED
 
     def behind(self, transfers: RankTransfers, *, is_send: bool, awaited: bool) -> Sequence[int]:
         """Behind the last compute and the batch before."""
