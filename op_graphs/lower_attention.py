@@ -112,6 +112,29 @@ def restored_attention(
     return replace(saved, output=output, core=replace(saved.core, output=output))
 
 
+def _latent_backward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    layer: int,
+    saved: AttentionSaved,
+    normalized: Tensor,
+    d_output: Tensor,
+) -> Tensor:
+    """As :func:`attention_backward`, of latent attention in either form."""
+    core, latent = saved.core, saved.latent
+    if isinstance(latent, AbsorbedSaved):
+        d_output = absorbed_output_backward(builder, context, layer, core.output, d_output)
+        if latent.up_recomputed:
+            core = replace(core, qkv=recompute_absorbed(builder, context, layer, latent, normalized))
+        d_qkv = core_backward(builder, context, saved.sizes, core, d_output)
+        return absorbed_projections_backward(builder, context, layer, latent, normalized, d_qkv)
+    assert latent is not None
+    if latent.up_recomputed:
+        core = replace(core, qkv=recompute_up_projections(builder, context, layer, latent, normalized))
+    d_qkv = core_backward(builder, context, saved.sizes, core, d_output)
+    return latent_projections_backward(builder, context, layer, latent, normalized, d_qkv)
+
+
 def attention_backward(
     builder: ProgramBuilder,
     context: LoweringContext,
@@ -121,21 +144,8 @@ def attention_backward(
     d_output: Tensor,
 ) -> Tensor:
     """Emit the backward pass from the gradient of the projection's input to that of the norm's output."""
-    if isinstance(saved.latent, AbsorbedSaved):
-        core = saved.core
-        d_core = absorbed_output_backward(builder, context, layer, core.output, d_output)
-        if saved.latent.up_recomputed:
-            qkv = recompute_absorbed(builder, context, layer, saved.latent, normalized)
-            core = replace(core, qkv=qkv)
-        d_qkv = core_backward(builder, context, saved.sizes, core, d_core)
-        return absorbed_projections_backward(builder, context, layer, saved.latent, normalized, d_qkv)
     if saved.latent is not None:
-        core = saved.core
-        if saved.latent.up_recomputed:
-            qkv = recompute_up_projections(builder, context, layer, saved.latent, normalized)
-            core = replace(core, qkv=qkv)
-        d_qkv = core_backward(builder, context, saved.sizes, core, d_output)
-        return latent_projections_backward(builder, context, layer, saved.latent, normalized, d_qkv)
+        return _latent_backward(builder, context, layer, saved, normalized, d_output)
     again_rotated: Tensor | None = None
     keys: Tensor | None = None
     again = context.training.recompute.keeps_products
