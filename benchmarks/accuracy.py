@@ -14,7 +14,7 @@ import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ from tracesim.scenario import Scenario
 
 Runner = Callable[[Scenario], RunReport]
 MAX_FILE_BYTES = 1 << 28
-FIGURES = ("time", "allocated", "reserved", "activations", "state", "bubble")
+PER_RANK = "reserved per rank"
+"""Not the largest of a row, as ``reserved``, but each of its ranks."""
+FIGURES = ("time", "allocated", "reserved", PER_RANK, "activations", "state", "bubble")
 _JOBS = 2
 _CONTRADICTION = 1.1
 """Peaks of one run repeat to a percent or two; where rows that say the same differ by more than this, something that
@@ -57,6 +59,8 @@ class RowResult:
     microbatches: int = 0
     layout: str = ""
     """Equal for rows that differ in nothing but their microbatches."""
+    reserved_by_rank: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """Measured and predicted reserved memory of single ranks, where a row has them."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,8 @@ def scores_by_source(results: Iterable[RowResult]) -> dict[str, dict[str, Score]
         of_source = pairs.setdefault(result.source, {figure: [] for figure in FIGURES})
         for figure, pair in () if result.undetermined else result.figures.items():
             of_source[figure].append(pair)
+        if not result.undetermined:
+            of_source[PER_RANK] += result.reserved_by_rank.values()
     return {source: {figure: score(found) for figure, found in by.items()} for source, by in pairs.items()}
 
 
@@ -240,7 +246,21 @@ def _result(row: MeasuredRow, source: str, figures: Figures, contradictions: Map
         undetermined,
         scenario.training.num_microbatches,
         _layout(scenario),
+        _reserved_by_rank(row, figures),
     )
+
+
+def _reserved_by_rank(row: MeasuredRow, figures: Figures) -> dict[int, tuple[float, float]]:
+    """Measured and predicted reserved memory by rank; tensor-parallel ranks hold the same."""
+    report, parallel = _report_of(row.scenario, figures), row.scenario.parallel
+    found = {}
+    for rank, measured in row.reserved_by_rank.items():
+        at = parallel.coordinates(rank)
+        by_rank = report["stages"][at["pp"]].get("peak_reserved_by_rank_gib") or {}
+        alike = parallel.rank_of(cp=at["cp"], dp=at["dp"], pp=at["pp"])
+        if str(alike) in by_rank:
+            found[rank] = (measured, by_rank[str(alike)])
+    return found
 
 
 def _layout(scenario: Scenario) -> str:
@@ -303,6 +323,10 @@ def _row_document(result: RowResult) -> dict[str, Any]:
         "layout": result.layout,
         "notes": list(result.notes),
         "undetermined": result.undetermined,
+        "reserved_by_rank": {
+            str(rank): {"measured": measured, "predicted": predicted}
+            for rank, (measured, predicted) in result.reserved_by_rank.items()
+        },
     }
 
 

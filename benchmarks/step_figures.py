@@ -109,13 +109,21 @@ def step_figures(
 
     simulation = simulate(scenario)
     graph, execution = simulation.graph, simulation.execution
-    usage = simulation.reserved if allocator else ()
+    by_rank = [
+        {str(number): found.usage.peak_reserved / _GIB for number, found in ranks.items()}
+        for ranks in (simulation.reserved if allocator else ())
+    ]
+    blocks = [
+        next(iter(ranks.values())).usage.peak_allocated / _GIB
+        for ranks in (simulation.reserved if allocator else ())
+    ]
     stages: list[dict[str, Any]] = [
         {
             "optimizer_ms": breakdown(graph, execution, rank)[1] / 1e6 if optimizer else None,
             "peak_allocated_gib": curve.peak / _GIB,
-            "peak_allocated_blocks_gib": usage[rank].peak_allocated / _GIB if allocator else None,
-            "peak_reserved_gib": usage[rank].peak_reserved / _GIB if allocator else None,
+            "peak_allocated_blocks_gib": blocks[rank] if allocator else None,
+            "peak_reserved_gib": max(by_rank[rank].values()) if allocator else None,
+            "peak_reserved_by_rank_gib": by_rank[rank] if allocator else None,
             "memory_at_peak_gib": {
                 category.name.lower(): float(curve.by_category[category, curve.peak_moment]) / _GIB
                 for category in MemoryCategory

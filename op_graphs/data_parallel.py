@@ -11,6 +11,8 @@ does, unless ``reshard`` says otherwise.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -25,6 +27,27 @@ from .plan import OptimizerDTypes
 from .precision import quantized_elements
 from .program import ProgramBuilder
 from .vocabulary import Communication, Dimension, DType, MemoryCategory, OpKind, Phase
+
+_ALIGNMENT, _END_ALIGNMENT = 64, 128
+"""Elements to which Megatron-Core aligns parameters in their buffer, and its end."""
+
+
+def buffer_slice(elements: Sequence[int], shards: int, member: int) -> list[int]:
+    """Elements of each parameter in one shard of the buffer that holds them, the last parameter first.
+
+    The buffer is cut evenly; ranks beyond one set of shards begin again (Megatron-Core ``_ParamAndGradBuffer`` and
+    ``_build_model_gbuf_param_range_map``).
+    """
+    begin, ranges = 0, []
+    for size in reversed(elements):
+        begin = -(-begin // _ALIGNMENT) * _ALIGNMENT
+        ranges.append((begin, begin + size))
+        begin += size
+    granule = math.lcm(shards, _END_ALIGNMENT)
+    share = -(-begin // granule) * granule // shards
+    first = member % shards * share
+    cut = (min(end, first + share) - max(start, first) for start, end in ranges)
+    return [size for size in cut if size > 0]
 
 
 @dataclass(frozen=True)
@@ -163,17 +186,19 @@ class DataParallelism:
             return [float(tensor.elements) for tensor in tensors]
         if self.zero >= 2:
             return [part.elements for part in self.optimizer_shard(tensors).parts]
-        # A shard of the flat buffer: whole tensors one after another, the last one cut.
-        sizes: list[float] = []
-        for dimension in (Dimension.DP, Dimension.EDP):
-            own = [t.elements for t in tensors if t.is_expert == (dimension is Dimension.EDP)]
-            left = sum(own) / self.shard_size(dimension)
-            for size in own:
-                if left <= 0:
-                    break
-                sizes.append(min(float(size), left))
-                left -= size
-        return sizes
+        return [
+            float(elements)
+            for dimension in (Dimension.DP, Dimension.EDP)
+            for elements in buffer_slice(
+                [t.elements for t in tensors if t.is_expert == (dimension is Dimension.EDP)],
+                self.shard_size(dimension),
+                self.context.parallel.group_ranks(dimension, self.context.rank).index(self.context.rank),
+            )
+        ]
+
+    def shards_of_states(self, tensors: list[ParameterTensor]) -> list[float]:
+        """Elements of each tensor, or of each part of one, whose optimizer states this rank holds."""
+        return self._sharded_sizes(tensors, MemoryCategory.OPTIMIZER_STATES)
 
     def _frozen_shard(self, tensors: list[ParameterTensor]) -> float:
         """Elements of this rank's shard of the frozen weights (ZeRO-3)."""

@@ -204,6 +204,29 @@ class Buffers(Table):
     """:class:`~op_graphs.vocabulary.MemoryCategory`."""
     name: Int32
     """String id."""
+    pool: Int8
+    """The :class:`~op_graphs.vocabulary.Stream` on which it is allocated: the allocator has free blocks for each."""
+
+
+@dataclass(frozen=True)
+class Startup(Table):
+    """What a rank allocates once in a job, in that order: what stays, and what is gone before its first step."""
+
+    row: Int64
+    """Row of the operation of the first step that allocates it, or -1: before the first step."""
+    size: Int64
+    """Bytes."""
+    until: Int64
+    """Entry before whose allocation it is released, or -1: it stays."""
+
+
+@dataclass(frozen=True)
+class RankStartup:
+    """The start of the job on one rank."""
+
+    rank: int
+    """Global rank."""
+    allocations: Startup
 
 
 @dataclass(frozen=True)
@@ -223,6 +246,9 @@ class OpGraph:
     groups: tuple[CommunicationGroup, ...] = ()
     host_bytes: tuple[int, ...] = ()
     """Bytes in the memory of the host that each represented rank holds over the whole step; empty for none."""
+    startups: tuple[tuple[RankStartup, ...], ...] = ()
+    """For each represented rank how its job began, and how on ranks of its stage that hold other shards of the
+    optimizer's states; empty where that is not known."""
 
     def __post_init__(self) -> None:
         rows = len(self.operations)

@@ -179,6 +179,9 @@ def kernel_backward(
     if context.training.attention != "unfused":
         row = flash_backward(builder, context, sizes)
         d_qkv = builder.temporary("qkv_gradient", sizes.qkv_bytes, row)
+        # Blocks of keys add to the gradient of the queries in fp32 before it is rounded (FlashAttention's dq_accum, the
+        # same in cuDNN's kernels).
+        builder.temporary("query_gradient_fp32", 4 / sizes.item * sizes.query_bytes, row, until=row)
     else:
         row, d_qkv = _unfused_backward(builder, context, sizes)
     for tensor in inner:

@@ -25,6 +25,7 @@ from .parameters import ParameterTensor, elements_of
 from .precision import is_quantized
 from .program import Program, ProgramBuilder, Tensor
 from .stage_layout import embedding_stage
+from .startup import FirstUse, PersistentBuffer, StartupEntry, startups
 from .vocabulary import Communication, Dimension, DType, MemoryCategory, OpKind, Phase
 
 RENDEZVOUS_GRADIENT_NORM = "gradient_norm_all_reduce"
@@ -35,15 +36,6 @@ _PERSISTENT_NAMES = {
     MemoryCategory.GRADIENTS: "main_gradients",
     MemoryCategory.OPTIMIZER_STATES: "optimizer_states",
 }
-
-
-@dataclass(frozen=True)
-class PersistentBuffer:
-    """Memory that lives as long as the job."""
-
-    name: str
-    size: int
-    category: MemoryCategory
 
 
 @dataclass(frozen=True)
@@ -59,22 +51,26 @@ class RankPrograms:
     """Bytes of the tensor passed between neighbouring stages, where a chunk does not say otherwise."""
     host_bytes: int = 0
     """Memory of the host that is held as long as the job."""
+    startups: tuple[tuple[int, tuple[StartupEntry, ...]], ...] = ()
+    """How the job begins on ranks of the stage, by global rank; empty where that does not matter."""
 
 
 def lower_rank(
-    context: LoweringContext, chunks: Sequence[ChunkPrograms], workspace_bytes: int
+    context: LoweringContext, chunks: Sequence[ChunkPrograms], workspaces: Sequence[int]
 ) -> RankPrograms:
-    """Put the programs of a rank together. ``workspace_bytes`` is what libraries allocate for themselves."""
+    """Put the programs of a rank together. ``workspaces`` are bytes that libraries allocate for themselves."""
+    beside = [buffer for buffer in _beside_the_weights(context, chunks, workspaces) if buffer.size]
     return RankPrograms(
         rank=context.rank,
         chunks=tuple(chunks),
         before=_before(context, chunks),
         after=_after(context, chunks),
-        persistent=tuple(_persistent(context, chunks, workspace_bytes)),
+        persistent=(*_of_the_weights(context, chunks), *beside),
         receive_bytes=round(context.hidden_bytes),
         host_bytes=round(
             host_state_bytes(split_shard(DataParallelism(context).optimizer_shard(_parameters(chunks))).host)
         ),
+        startups=startups(context, _parameters(chunks), beside),
     )
 
 
@@ -262,26 +258,34 @@ def _copy_to_model(
     )
 
 
-def _persistent(
-    context: LoweringContext, chunks: Sequence[ChunkPrograms], workspace_bytes: int
-) -> list[PersistentBuffer]:
-    rules = DataParallelism(context)
-    parameters = _parameters(chunks)
+def _of_the_weights(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> list[PersistentBuffer]:
+    """Weights, gradients and optimizer states."""
+    rules, parameters = DataParallelism(context), _parameters(chunks)
     buffers = [
         PersistentBuffer(_PERSISTENT_NAMES[category], size, category)
         for category, total in rules.persistent_bytes(parameters).items()
         for size in rules.persistent_allocations(parameters, category, total)
     ]
+    return [buffer for buffer in buffers if buffer.size]
+
+
+def _beside_the_weights(
+    context: LoweringContext, chunks: Sequence[ChunkPrograms], workspaces: Sequence[int]
+) -> list[PersistentBuffer]:
+    rules = DataParallelism(context)
     quantized = rules.quantized_weight_bytes(_parameters(chunks))
-    buffers.append(PersistentBuffer("quantized_weights", quantized, MemoryCategory.WEIGHTS))
-    buffers.append(PersistentBuffer("library_workspaces", workspace_bytes, MemoryCategory.TEMPORARY))
+    buffers = [PersistentBuffer("quantized_weights", quantized, MemoryCategory.WEIGHTS, FirstUse.PRODUCT)]
+    buffers += [
+        PersistentBuffer("library_workspaces", size, MemoryCategory.TEMPORARY, FirstUse.PRODUCT)
+        for size in workspaces
+    ]
     buffers += _pipeline_buffers(context, chunks)
     if not (
         rules.accumulates_main_gradients
         and context.training.gradient_accumulation_fusion
         and context.libraries.transformer_engine
     ):
-        return [buffer for buffer in buffers if buffer.size]
+        return buffers
     # Transformer Engine returns a dummy gradient to autograd where the GEMM already added the real one to the main
     # gradient, and keeps one for each distinct weight shape (module/_common.py, get_dummy_wgrad).
     # Frozen weights have none, and adapters run on PyTorch's linears.
@@ -295,10 +299,12 @@ def _persistent(
             f"dummy_weight_gradient_{rows}x{columns}",
             round(context.item * rows * columns),
             MemoryCategory.GRADIENTS,
+            FirstUse.WEIGHT_GRADIENT,
+            (rows, columns),
         )
         for rows, columns in sorted(shapes)
     ]
-    return [buffer for buffer in buffers if buffer.size]
+    return buffers
 
 
 def _pipeline_buffers(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> list[PersistentBuffer]:

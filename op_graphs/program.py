@@ -39,6 +39,7 @@ class ProgramBuffers(Table):
     size: Int64
     category: Int8
     name: Int32
+    pool: Int8
 
 
 @dataclass(frozen=True)
@@ -336,9 +337,9 @@ class ProgramBuilder:
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    def allocate(self, name: str, size: float, row: int, category: MemoryCategory) -> Tensor:
-        """A buffer of ``size`` bytes that exists from the start of ``row`` until it is released."""
-        self._buffers.append([row, -1, round(size), int(category), self.names.strings.intern(name)])
+    def allocate(self, name: str, size: float, row: int, category: MemoryCategory, pool: int = 0) -> Tensor:
+        """A buffer of ``size`` bytes, of the blocks of stream ``pool``, from the start of ``row`` until its release."""
+        self._buffers.append([row, -1, round(size), category, self.names.strings.intern(name), pool])
         return Tensor(self, len(self._buffers) - 1)
 
     def activation(self, name: str, size: float, row: int) -> Tensor:
@@ -423,8 +424,8 @@ class ProgramBuilder:
 
     def reload(self, tensor: Tensor, row: int) -> None:
         """Let a new buffer, from ``row`` on, stand for one that the forward program moved to the host."""
-        _, _, size, category, name = tensor.owner._buffers[tensor.index]
-        self._buffers.append([row, -1, size, category, name])
+        _, _, size, category, name, pool = tensor.owner._buffers[tensor.index]
+        self._buffers.append([row, -1, size, category, name, pool])
         self._reloaded[tensor] = Tensor(self, len(self._buffers) - 1)
 
     def forget_unless_kept(self, tensor: Tensor, row: int) -> None:
@@ -437,7 +438,7 @@ class ProgramBuilder:
     def build(self) -> Program:
         """The finished program."""
         pairs = np.array(self._dependencies, dtype=np.int64).reshape(-1, 2)
-        buffers = np.array(self._buffers, dtype=np.int64).reshape(-1, 5)
+        buffers = np.array(self._buffers, dtype=np.int64).reshape(-1, 6)
         return Program(
             operations=Operations.from_rows(self._rows, **OPERATION_DEFAULTS),
             dependency_rows=pairs[:, 0].copy(),
@@ -448,6 +449,7 @@ class ProgramBuilder:
                 size=buffers[:, 2],
                 category=buffers[:, 3].astype(np.int8),
                 name=buffers[:, 4].astype(np.int32),
+                pool=buffers[:, 5].astype(np.int8),
             ),
             forward_release=self._releases_of(self._forward),
             input_release=self._releases_of(self._backward_input),

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from op_graphs.columns import Int64
-from op_graphs.graph import OPERATION_DEFAULTS, Buffers, Operations, OpGraph, Segments
+from op_graphs.graph import OPERATION_DEFAULTS, Buffers, Operations, OpGraph, RankStartup, Segments
 from op_graphs.lower_stage import ChunkPrograms
 from op_graphs.lower_step import RankPrograms
 from op_graphs.overlap.policy import RankTransfers
 from op_graphs.overlap.registry import TRANSFERS
 from op_graphs.plan import OverlapPlan
 from op_graphs.program import GraphNames, Program, ProgramBuffers
+from op_graphs.startup import place
 from op_graphs.vocabulary import Communication, OpKind, Phase, Stream
 
 from .actions import Action, ActionKind, Schedule, ScheduleError
@@ -323,6 +324,7 @@ class _Assembly:
             shapes=self.names.shapes(),
             groups=self.names.groups(),
             host_bytes=tuple(programs.host_bytes for programs in self.programs),
+            startups=self._startups(operations),
         )
 
     def _segments(self) -> Segments:
@@ -387,6 +389,7 @@ class _Assembly:
                     size=held.size,
                     category=held.category,
                     name=held.name,
+                    pool=held.pool,
                 )
             )
         return Buffers.concatenate(tables)
@@ -400,6 +403,19 @@ class _Assembly:
                 release = np.where(later >= 0, later + matching.base, release)
         return release
 
+    def _startups(self, operations: Operations) -> tuple[tuple[RankStartup, ...], ...]:
+        """How the job begins on the ranks of each stage; nothing where the programs do not say."""
+        if not all(programs.startups for programs in self.programs):
+            return ()
+        shapes = self.names.shapes()
+        return tuple(
+            tuple(
+                RankStartup(rank, place(entries, operations, shapes, row))
+                for rank, entries in programs.startups
+            )
+            for row, programs in enumerate(self.programs)
+        )
+
     def _persistent_buffers(self) -> Buffers:
         return Buffers.from_rows(
             {
@@ -409,6 +425,7 @@ class _Assembly:
                 "size": buffer.size,
                 "category": buffer.category,
                 "name": self.names.strings.intern(buffer.name),
+                "pool": Stream.COMPUTE,
             }
             for rank, programs in enumerate(self.programs)
             for buffer in programs.persistent

@@ -33,7 +33,14 @@ def graph_of(
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     offsets[1:] = np.cumsum([len(sources) for sources in after])
     held = [
-        {"rank": 0, "allocate": -1, "release": -1, "category": MemoryCategory.ACTIVATIONS, **buffer}
+        {
+            "rank": 0,
+            "allocate": -1,
+            "release": -1,
+            "category": MemoryCategory.ACTIVATIONS,
+            "pool": 0,
+            **buffer,
+        }
         for buffer in buffers
     ]
     for number, buffer in enumerate(held):

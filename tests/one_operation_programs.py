@@ -7,10 +7,11 @@ import numpy as np
 from op_graphs.columns import Int64
 from op_graphs.graph import OpGraph
 from op_graphs.lower_stage import Chunk, ChunkPrograms
-from op_graphs.lower_step import PersistentBuffer, RankPrograms
+from op_graphs.lower_step import RankPrograms
 from op_graphs.overlap.registry import TRANSFERS
 from op_graphs.plan import OverlapPlan
 from op_graphs.program import GraphNames, Program, ProgramBuilder, Tensor
+from op_graphs.startup import PersistentBuffer
 from op_graphs.vocabulary import MemoryCategory, OpKind, Phase
 from schedules import Schedule, add_communication
 from schedules.assembly import assemble

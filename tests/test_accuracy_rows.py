@@ -253,7 +253,7 @@ def test_json_holds_scores_rows_and_reasons(tmp_path, monkeypatch):
     document = json.loads(done.stdout)
     assert set(document) == {"sources", "rows", "skipped", "skip_reasons"}
     scores = document["sources"]["korthikanti2022"]
-    assert set(scores) == {"time", "allocated", "reserved", "activations", "state", "bubble"}
+    assert set(scores) == set(accuracy.FIGURES)
     # predicted 53 and 101 ms: +6 % and -50 %
     assert scores["time"] == {
         "n": 2,

@@ -113,11 +113,12 @@ def test_the_report_as_json_has_the_documented_keys(folder):
         "utilisation", "stages", "exposed_communication",
     ]  # fmt: skip
     assert (report["schema"], report["name"], report["world_size"]) == ("tracesim.report/1", "small", 8)
-    assert list(report["model"]) == ["name", "parameters", "active_parameters"]
+    assert list(report["model"]) == ["name", "parameters", "active_parameters", "trained_parameters"]
     assert [list(stage) for stage in report["stages"]] == [[
         "stage", "representative_rank", "ranks", "layers",
         "compute_ms", "exposed_communication_ms", "idle_ms", "optimizer_ms",
-        "peak_allocated_gib", "peak_allocated_blocks_gib", "peak_reserved_gib", "outside_allocator_gib",
+        "peak_allocated_gib", "peak_allocated_blocks_gib", "peak_reserved_gib", "peak_reserved_by_rank_gib",
+        "outside_allocator_gib",
         "memory_at_peak_gib", "peak_time_ms",
         "offload", "alive_at_peak",
     ]] * 2  # fmt: skip

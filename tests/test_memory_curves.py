@@ -11,8 +11,9 @@ from hardware_profiles import load_profile
 from op_graphs.vocabulary import MemoryCategory
 from tests.graphs import graph_of
 from tracesim.engine import execute
-from tracesim.memory.curves import LiveTensor, memory_curve, reserved_memory
-from tracesim.memory.workspaces import library_workspace_bytes
+from tracesim.memory.curves import LiveTensor, memory_curve
+from tracesim.memory.job import reserved_memory
+from tracesim.memory.workspaces import library_workspaces
 
 WEIGHTS, ACTIVATIONS, TEMPORARY = MemoryCategory.WEIGHTS, MemoryCategory.ACTIVATIONS, MemoryCategory.TEMPORARY
 MIB = 2**20
@@ -109,7 +110,7 @@ def test_reserved_memory_follows_program_order_not_the_clock():
     buffers = [{"allocate": row, "release": row, "size": 20 * MIB} for row in (0, 1)]
     graph = graph_of(operations, buffers=buffers)
     assert memory_curve(graph, execute(graph, np.array([5, 5])), 0).peak == 40 * MIB
-    assert reserved_memory(graph, 0).peak_reserved == 20 * MIB
+    assert reserved_memory(graph, 0).usage.peak_reserved == 20 * MIB
 
 
 @pytest.mark.parametrize(
@@ -121,4 +122,4 @@ def test_reserved_memory_follows_program_order_not_the_clock():
     ],
 )
 def test_workspaces_of_libraries(profile, mib):
-    assert library_workspace_bytes(load_profile(profile)) == mib * MIB
+    assert sum(library_workspaces(load_profile(profile))) == mib * MIB

@@ -9,7 +9,7 @@ from op_graphs.plan import LibraryPlan
 from tests.graphs import bytes_by_name
 from tracesim.lowering import lower_scenario
 from tracesim.memory.curves import memory_curve
-from tracesim.memory.workspaces import library_workspace_bytes
+from tracesim.memory.workspaces import library_workspaces
 from tracesim.scenario import load_scenario
 from tracesim.simulation import simulate
 
@@ -67,8 +67,8 @@ def peak_of(stage=0, **changes):
     ],
 )
 def test_workspaces(profile, libraries, grouped, tp, mib):
-    found = library_workspace_bytes(load_profile(profile), libraries, grouped=grouped, tp=tp)
-    assert found == mib * MIB
+    found = library_workspaces(load_profile(profile), libraries, grouped=grouped, tp=tp)
+    assert sum(found) == mib * MIB
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from schedules.communication import add_communication
 from schedules.registry import build_schedule
 
 from .errors import ScenarioError
-from .memory.workspaces import library_workspace_bytes
+from .memory.workspaces import library_workspaces
 from .scenario import Scenario
 
 _HOPPER, _BLACKWELL = 90, 100
@@ -144,7 +144,7 @@ def _lower_rank(
             backward_at_once=_turns_at_once(schedule, pipeline_rank, stage),
         )
         chunks.append(lower_chunk(placed, chunk, splits_backward=splits))
-    workspaces = library_workspace_bytes(
+    workspaces = library_workspaces(
         scenario.hardware,
         scenario.libraries,
         grouped=scenario.model.moe is not None and scenario.libraries.grouped_gemm,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ from .analysis.intervals import Intervals, clip, join, subtract, union
 from .confidence import ALLOCATED, CONFIDENCE, RESERVED, residuals, time_figure
 from .cost import Provenance
 from .engine import Execution
-from .memory import AllocatorUsage
 from .memory.curves import MemoryCurve
+from .memory.job import ReservedMemory
 from .memory.outside import outside_allocator
 from .offload_report import OFFLOAD_STREAMS, offload_figures
 from .scenario import Scenario
@@ -48,7 +48,7 @@ def build_report(
     graph: OpGraph,
     execution: Execution,
     memory: Sequence[MemoryCurve],
-    reserved: Sequence[AllocatorUsage],
+    reserved: Sequence[Mapping[int, ReservedMemory]],
     provenances: Int8,
     spread: RankSpread | None = None,
 ) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _stage(
     rank: int,
     iteration_ns: int,
     curve: MemoryCurve,
-    usage: AllocatorUsage,
+    reserved: Mapping[int, ReservedMemory],
 ) -> dict[str, Any]:
     parallel = scenario.parallel
     compute, optimizer, exposed = breakdown(graph, execution, rank)
@@ -206,6 +206,7 @@ def _stage(
     idle = iteration_ns - compute - optimizer - sum(exposed.values())
     at_peak = curve.by_category[:, curve.peak_moment]
     outside = outside_allocator(graph, rank, scenario.hardware)
+    by_rank = {str(number): found.usage.peak_reserved / _GIB for number, found in sorted(reserved.items())}
     return {
         "stage": rank,
         "representative_rank": int(graph.ranks[rank]),
@@ -216,8 +217,9 @@ def _stage(
         "idle_ms": idle / 1e6,
         "optimizer_ms": optimizer / 1e6,
         "peak_allocated_gib": curve.peak / _GIB,
-        "peak_allocated_blocks_gib": usage.peak_allocated / _GIB,
-        "peak_reserved_gib": usage.peak_reserved / _GIB,
+        "peak_allocated_blocks_gib": reserved[int(graph.ranks[rank])].usage.peak_allocated / _GIB,
+        "peak_reserved_gib": max(by_rank.values()),
+        "peak_reserved_by_rank_gib": by_rank,
         "outside_allocator_gib": {
             "context": outside.context / _GIB,
             "communicators": outside.communicators / _GIB,

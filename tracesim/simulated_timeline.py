@@ -6,7 +6,7 @@ it is a copy with process groups of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,8 +40,8 @@ from op_graphs.vocabulary import (
 
 from .engine import Execution
 from .errors import ScenarioError
-from .memory import AllocatorUsage, order_events
 from .memory.curves import MemoryCurve
+from .memory.job import ReservedMemory
 from .scenario import Scenario, scenario_to_yaml
 
 _MAXIMUM_SLICES = 10_000_000
@@ -73,7 +73,7 @@ def build_timeline(
     graph: OpGraph,
     execution: Execution,
     memory: Sequence[MemoryCurve],
-    reserved: Sequence[AllocatorUsage],
+    reserved: Sequence[Mapping[int, ReservedMemory]],
     ranks: Sequence[int] | None,
 ) -> Timeline:
     """The timeline of the given global ranks; of one rank a pipeline stage by default."""
@@ -84,7 +84,8 @@ def build_timeline(
         builder.add_rank(rank)
     for position, rank in enumerate(wanted):
         stage = builder.stage_of(rank)
-        builder.add_memory(position, stage, memory[stage], reserved[stage])
+        found = reserved[stage].get(rank) or reserved[stage][int(graph.ranks[stage])]
+        builder.add_memory(position, stage, memory[stage], found)
     return builder.finish()
 
 
@@ -233,7 +234,7 @@ class _Builder:
     def _intern_group(self, group: CommunicationGroup) -> int:
         return self.groups.setdefault(group, len(self.groups))
 
-    def add_memory(self, position: int, stage: int, curve: MemoryCurve, usage: AllocatorUsage) -> None:
+    def add_memory(self, position: int, stage: int, curve: MemoryCurve, reserved: ReservedMemory) -> None:
         """Append the memory counters of the rank at ``position``."""
         for category in MemoryCategory:
             self._add_counter(
@@ -241,12 +242,11 @@ class _Builder:
             )
         self._add_counter(position, "allocated", -1, curve.time, curve.allocated)
         # Program order gives which operation made the allocator reserve more; its start gives the moment.
-        operation = usage.reserved_event
-        rows = self.graph.buffers.take(np.flatnonzero(self.graph.buffers.rank == stage))
-        moments = _moments_of_events(rows.allocate, rows.release, operation, self.execution)
+        row = reserved.row
+        moments = np.where(row >= 0, self.execution.start[row], 0)
         order = np.argsort(moments, kind="stable")
         last = np.flatnonzero(np.concatenate([np.diff(moments[order]) != 0, [True]]))
-        self._add_counter(position, "reserved", -1, moments[order][last], usage.reserved[order][last])
+        self._add_counter(position, "reserved", -1, moments[order][last], reserved.reserved[order][last])
 
     def _add_counter(self, position: int, name: str, category: int, time: Int64, value: Int64) -> None:
         track = len(self.counter_tracks)
@@ -351,13 +351,6 @@ def _segment_times(graph: OpGraph, execution: Execution) -> tuple[Int64, Int64]:
     last = bounds[-1] == len(operations)
     bounds = bounds[:-1] if last else bounds
     return np.minimum.reduceat(start, bounds)[::2], np.maximum.reduceat(end, bounds)[::2]
-
-
-def _moments_of_events(allocate: Int64, release: Int64, events: Int64, execution: Execution) -> Int64:
-    """Start of the operation whose event each entry of ``events`` is; 0 for what is there from the beginning."""
-    ordered = order_events(allocate, release)
-    position = ordered.position[events]
-    return np.where(position >= 0, execution.start[position], 0)
 
 
 def corresponding_group(parallel: ParallelPlan, group: CommunicationGroup, rank: int) -> CommunicationGroup:

@@ -21,8 +21,8 @@ from .errors import ScenarioError
 from .exposed import ExposedCommunication, affordable_reruns, describe_classes, exposed_in_simulation
 from .host import execute_with_host, host_times, with_launches
 from .lowering import lower_scenario
-from .memory import AllocatorUsage
-from .memory.curves import MemoryCurve, memory_curve, reserved_memory
+from .memory.curves import MemoryCurve, memory_curve
+from .memory.job import ReservedMemory, reserved_by_rank
 from .rank_jitter import with_rank_jitter
 from .rank_spread import rank_spread
 from .report import build_report
@@ -48,9 +48,9 @@ class Simulation:
         return tuple(memory_curve(self.graph, self.execution, rank) for rank in range(len(self.graph.ranks)))
 
     @cached_property
-    def reserved(self) -> tuple[AllocatorUsage, ...]:
-        """What the caching allocator reserves, for each represented rank."""
-        return tuple(reserved_memory(self.graph, rank) for rank in range(len(self.graph.ranks)))
+    def reserved(self) -> tuple[dict[int, ReservedMemory], ...]:
+        """What the caching allocator reserves, for each stage by global rank: the represented rank first."""
+        return reserved_by_rank(self.graph)
 
     @cached_property
     def report(self) -> dict[str, Any]:

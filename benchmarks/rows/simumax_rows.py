@@ -5,7 +5,7 @@ How the runs were launched is in SimuMax's ``simu_tools/megatron_scripts/scripts
 or point-to-point transfers, flash attention, no dropout, fp32 gradient accumulation and reduction, untied embeddings.
 The strategy's ``overlap_grad_reduce`` describes SimuMax's prediction, not the run, so it is not read.
 
-Memory of a row is the largest over its ranks.
+Memory of a row is the largest over its ranks; reserved memory is compared for each rank too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,17 @@ def express(row: Mapping[str, Any], label: str, file: RowFile) -> MeasuredRow:
     }
     time_ms = number_at(row, "real_ms") or number_at(row, "implied_real_ms")
     allocated, reserved = _memory(row)
-    return MeasuredRow(label, scenario_of(mapping), time_ms, allocated, reserved)
+    ranks = {
+        int(rank): value
+        for rank, of_rank in mapping_at(row, "real_mem_by_rank").items()
+        if isinstance(of_rank, Mapping) and rank.isdigit() and (value := number_at(of_rank, "reserved_gib"))
+    }
+    scenario = scenario_of(mapping)
+    if any(rank >= scenario.parallel.world_size for rank in ranks):
+        raise RowSkippedError(
+            f"real_mem_by_rank names ranks beyond the {scenario.parallel.world_size} there are"
+        )
+    return MeasuredRow(label, scenario, time_ms, allocated, reserved, reserved_by_rank=ranks)
 
 
 def _memory(row: Mapping[str, Any]) -> tuple[float | None, float | None]:

@@ -12,9 +12,13 @@ from dataclasses import dataclass, replace
 from ..lower_core_attention import AttentionSizes, kernel_backward, kernel_forward
 from ..lowering_context import LoweringContext
 from ..program import ProgramBuilder, Tensor
-from ..vocabulary import Dimension
+from ..vocabulary import Dimension, MemoryCategory, Stream
 from .algorithm import ContextParallelAlgorithm, CoreSaved, all_to_all
 from .ring import ring_attention, ring_attention_backward
+
+_POOL = Stream.CP
+"""Transformer Engine puts what an all-to-all brought into order on a stream of its own, and what it makes there comes
+from that stream's blocks (``context_parallel.py``, ``flash_attn_a2a_communicate``)."""
 
 
 def _head_sharded(sizes: AttentionSizes, degree: int) -> AttentionSizes:
@@ -39,7 +43,7 @@ def _switched_forward(
     """All-to-all, attention over head shards (with a ring of ``switch.ring`` ranks), all-to-all back."""
     inner_sizes = _head_sharded(sizes, switch.degree)
     row = all_to_all(builder, context, "qkv_all_to_all", sizes.qkv_bytes, switch.group)
-    switched = builder.activation("qkv_by_head", inner_sizes.qkv_bytes, row)
+    switched = builder.allocate("qkv_by_head", inner_sizes.qkv_bytes, row, MemoryCategory.ACTIVATIONS, _POOL)
     switch_row = row
     if switch.ring > 1:
         inner_output, log_sum_exp = ring_attention(
@@ -52,7 +56,7 @@ def _switched_forward(
     else:
         inner_output, inner = kernel_forward(builder, context, inner_sizes, keep=keep)
     row = all_to_all(builder, context, "attention_output_all_to_all", sizes.output_bytes, switch.group)
-    output = builder.activation("attention_output", sizes.output_bytes, row)
+    output = builder.allocate("attention_output", sizes.output_bytes, row, MemoryCategory.ACTIVATIONS, _POOL)
     builder.forget_unless_kept(inner_output, row)
     return CoreSaved(switched, inner_output, inner, switch_row), output
 
@@ -70,7 +74,9 @@ def _switched_backward(
         builder, context, "attention_output_gradient_all_to_all", sizes.output_bytes, switch.group
     )
     builder.release(d_output, row)
-    d_inner = builder.temporary("attention_output_gradient", inner_sizes.output_bytes, row)
+    d_inner = builder.allocate(
+        "attention_output_gradient", inner_sizes.output_bytes, row, MemoryCategory.TEMPORARY, _POOL
+    )
     if switch.ring > 1:
         d_switched = ring_attention_backward(builder, context, inner_sizes, switch.ring, switch.ring_group)
         for tensor in saved.inner:
@@ -80,7 +86,7 @@ def _switched_backward(
     builder.release(d_inner, builder.last_row)
     row = all_to_all(builder, context, "qkv_gradient_all_to_all", sizes.qkv_bytes, switch.group)
     builder.release(d_switched, row)
-    return builder.temporary("qkv_gradient", sizes.qkv_bytes, row)
+    return builder.allocate("qkv_gradient", sizes.qkv_bytes, row, MemoryCategory.TEMPORARY, _POOL)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from op_graphs.graph import OpGraph
 from op_graphs.vocabulary import MemoryCategory
 
 from ..engine import Execution
-from .replay_allocations import AllocatorUsage, replay_allocations
 
 
 @dataclass(frozen=True)
@@ -101,13 +100,3 @@ def _live_tensors(
         )
         for i in order
     )
-
-
-def reserved_memory(graph: OpGraph, rank: int) -> AllocatorUsage:
-    """What the caching allocator reserves for a rank's buffers, replayed in program order.
-
-    Program order is the order of the rows: the host launches kernels, and allocates their outputs, in that order,
-    whatever the device does when.
-    """
-    buffers = graph.buffers.take(np.flatnonzero(graph.buffers.rank == rank))
-    return replay_allocations(buffers.size, buffers.allocate, buffers.release)

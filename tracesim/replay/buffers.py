@@ -46,6 +46,7 @@ def _of_rank(rebuilt: Rebuilt, rank: int) -> Buffers:
         size=size,
         category=np.full(count, MemoryCategory.TEMPORARY, dtype=np.int8),
         name=np.full(count, -1, dtype=np.int32),
+        pool=np.zeros(count, dtype=np.int8),
     )
 
 
