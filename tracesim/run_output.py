@@ -8,6 +8,7 @@ from pathlib import Path
 
 from exporters import write_perfetto
 from exporters.chrome import ChromeWriter, file_names
+from exporters.pipeline_png import pipeline_png, require_pillow
 from exporters.pipeline_svg import pipeline_svg
 from op_graphs.timeline import Timeline
 
@@ -38,10 +39,18 @@ def _svg(timeline: Timeline, folder: Path) -> list[Path]:
     return [path]
 
 
+def _png(timeline: Timeline, folder: Path) -> list[Path]:
+    path = folder / "pipeline.png"
+    with atomic_write(path) as stream:
+        stream.write(pipeline_png(timeline))
+    return [path]
+
+
 _WRITERS: dict[str, Callable[[Timeline, Path], list[Path]]] = {
     "perfetto": _perfetto,
     "chrome": _chrome,
     "svg": _svg,
+    "png": _png,
 }
 FORMATS = tuple(_WRITERS)
 """Names of the formats a run can be written in."""
@@ -50,7 +59,13 @@ FORMATS = tuple(_WRITERS)
 def write_outputs(
     simulation: Simulation, folder: Path, formats: Sequence[str], ranks: Sequence[int] | None
 ) -> list[Path]:
-    """Write the trace in each format, and ``report.json``; returns the files in that order."""
+    """Write the trace in each format, and ``report.json``; returns the files in that order.
+
+    Raises:
+        PictureError: if a PNG is asked for and cannot be drawn; nothing is written then.
+    """
+    if "png" in formats:
+        require_pillow()
     timeline = simulation.timeline(ranks)
     written = [path for name in formats for path in _WRITERS[name](timeline, folder)]
     report = folder / "report.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from exporters import ExportError
+from exporters.pipeline_png import PictureError
 from hardware_profiles import ProfileError
 from op_graphs.model import ModelError
 from schedules.actions import ScheduleError
@@ -22,6 +23,7 @@ USER_ERRORS: tuple[type[ValueError], ...] = (
     ScheduleError,
     ExportError,
     PortError,
+    PictureError,
 )
 
 

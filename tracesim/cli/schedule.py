@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from exporters import write_perfetto
+from exporters.pipeline_png import pipeline_png
 from exporters.pipeline_svg import pipeline_svg
+from op_graphs.timeline import Timeline
 from schedules import (
     ActionKind,
     Schedule,
@@ -93,7 +96,11 @@ def names() -> None:
 @click.option("--width", type=int, metavar="N", help="Characters a line may take [default: the terminal's].")
 @click.option("--svg", type=click.Path(path_type=Path), metavar="FILE.svg", help="Also draw into a picture.")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE.pftrace", help="Also as a trace."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also into a file: a picture if it ends in .svg or .png, else a Perfetto trace.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print figures and the times of all actions as JSON.")
 def show(
@@ -418,9 +425,15 @@ def _cost_figures(row: dict[str, Any]) -> list[str]:
 
 
 def _write_files(times: UnitTimes, svg: Path | None, output: Path | None) -> None:
-    for path, write in ((svg, _write_svg), (output, _write_trace)):
+    for path, write in (
+        (svg, _svg),
+        (output, _WRITERS.get(output.suffix.lower(), _trace) if output else _trace),
+    ):
         if path is not None:
-            write(path, times)
+            # Drawn before the file is opened, so that what cannot be drawn leaves none.
+            content = write(schedule_timeline(times))
+            with atomic_write(path) as stream:
+                stream.write(content)
 
 
 def _print_written(console: Console, *paths: Path | None) -> None:
@@ -428,11 +441,15 @@ def _print_written(console: Console, *paths: Path | None) -> None:
         console.print(f"wrote {path}", soft_wrap=True)
 
 
-def _write_svg(path: Path, times: UnitTimes) -> None:
-    with atomic_write(path) as stream:
-        stream.write(pipeline_svg(schedule_timeline(times)).encode())
+def _svg(timeline: Timeline) -> bytes:
+    return pipeline_svg(timeline).encode()
 
 
-def _write_trace(path: Path, times: UnitTimes) -> None:
-    with atomic_write(path) as stream:
-        write_perfetto(schedule_timeline(times), stream)
+def _trace(timeline: Timeline) -> bytes:
+    packed = io.BytesIO()
+    write_perfetto(timeline, packed)
+    return packed.getvalue()
+
+
+_WRITERS = {".svg": _svg, ".png": pipeline_png}
+"""By the suffix of a file; any other is a Perfetto trace."""
