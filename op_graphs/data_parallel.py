@@ -112,6 +112,18 @@ class DataParallelism:
         start = ranks.index(self.context.rank) // size * size
         return self.context.names.group(f"{dimension.name.lower()}_shard", ranks[start : start + size])
 
+    def reshard_size(self, dimension: Dimension) -> int:
+        """Ranks over which weights stay spread between a forward and its backward; 0 where they do not stay so."""
+        size = self.context.parallel.reshard
+        return size if isinstance(size, int) and self.shard_size(dimension) > size else 0
+
+    def reshard_group(self, dimension: Dimension) -> int:
+        """Group from which the backward gathers what stayed: neighbours in the shard group (FSDP2)."""
+        ranks = self.context.parallel.group_ranks(dimension, self.context.rank)
+        size = self.reshard_size(dimension)
+        start = ranks.index(self.context.rank) // size * size
+        return self.context.names.group(f"{dimension.name.lower()}_reshard", ranks[start : start + size])
+
     def replica_group(self, dimension: Dimension) -> int:
         """Group of ranks that hold the same shard."""
         ranks = self.context.parallel.group_ranks(dimension, self.context.rank)
@@ -301,8 +313,10 @@ class DataParallelism:
             dtype=self.context.gradient_dtype,
         )
 
-    def emit_gather(self, builder: ProgramBuilder, bucket: Bucket, after: list[int] | None) -> int:
-        """Gather the weights of a bucket; returns the row."""
+    def emit_gather(
+        self, builder: ProgramBuilder, bucket: Bucket, after: list[int] | None, *, resharded: bool = False
+    ) -> int:
+        """Gather the weights of a bucket, from all shards or from those left behind a forward; returns the row."""
         layer, module = builder.layer, builder.module
         builder.layer, builder.module = -1, "data_parallel"
         row = builder.collective(
@@ -310,7 +324,7 @@ class DataParallelism:
             Communication.ALL_GATHER,
             self.gathered_bytes(bucket),
             bucket.dimension,
-            self.shard_group(bucket.dimension),
+            self.reshard_group(bucket.dimension) if resharded else self.shard_group(bucket.dimension),
             after=after,
             phase=Phase.PARAM_SYNC,
             dtype=self.context.dtype,

@@ -231,10 +231,11 @@ class ParallelPlan:
     ep_dispatcher: str = "alltoall"
     zero: int = 1
     hsdp_shard: int | None = None
-    reshard: str = "default"
+    reshard: str | int = "default"
     """With ``zero: 3``, when gathered weights are dropped: ``always`` behind every unit, ``never`` between a forward
     and its backward; ``default`` is ``always`` without a pipeline, else ``never`` (PyTorch FSDP2
-    ``reshard_after_forward``, torchtitan ``fsdp_reshard_after_forward``)."""
+    ``reshard_after_forward``, torchtitan ``fsdp_reshard_after_forward``). A number drops all but a shard over so many
+    ranks behind a forward, from which the backward gathers."""
     prefetch: int = 1
     """Units whose weights are gathered ahead of the one that runs."""
     flat_parameters: bool = False
@@ -272,7 +273,8 @@ class ParallelPlan:
     @property
     def reshards(self) -> bool:
         """Whether weights are dropped behind every unit and gathered again."""
-        return self.zero == 3 and (self.reshard == "always" or (self.reshard == "default" and self.pp == 1))
+        drops = isinstance(self.reshard, int) or self.reshard == "always"
+        return self.zero == 3 and (drops or (self.reshard == "default" and self.pp == 1))
 
     @property
     def gathers_by_unit(self) -> bool:

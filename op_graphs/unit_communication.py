@@ -56,7 +56,9 @@ class ShardedWeights:
     """Gathers a unit's weights before it runs and those of the next units while it runs, and drops them behind it.
 
     Where weights stay between a forward and its backward, the forward drops nothing, and ``kept`` gives the backward
-    what it need not gather. Does nothing where weights are not gathered by unit.
+    what it need not gather. Where they stay spread over fewer ranks (FSDP2 ``reshard_after_forward`` of a number), the
+    forward copies that shard before it drops the rest, and the backward gathers over those ranks. Does nothing where
+    weights are not gathered by unit.
     """
 
     def __init__(
@@ -72,7 +74,10 @@ class ShardedWeights:
         self._keeps = rules.gathers_by_unit and not rules.reshards
         self._buckets: dict[str, list[Bucket]] = {}
         self._gathered: dict[str, tuple[list[int], list[Tensor]]] = {}
-        self._from_forward = kept or {}
+        self._reshards_to = isinstance(rules.context.parallel.reshard, int)
+        self._in_forward = kept is None
+        self._from_forward = {} if self._reshards_to else kept or {}
+        self._shards = dict(kept or {}) if self._reshards_to else {}
 
     def with_buckets(self, buckets: Sequence[Bucket]) -> ShardedWeights:
         """Set what is gathered for each unit."""
@@ -82,6 +87,8 @@ class ShardedWeights:
 
     def kept(self) -> dict[str, list[Tensor]]:
         """What a forward program leaves gathered, by unit."""
+        if self._reshards_to:
+            return self._shards
         return {unit: tensors for unit, (_, tensors) in self._gathered.items()} if self._keeps else {}
 
     def enter(self, unit: str, *, prefetch: bool = True) -> None:
@@ -106,8 +113,32 @@ class ShardedWeights:
             return
         else:
             dropped = self._gathered.pop(unit)[1]
+            if self._reshards_to and self._in_forward and unit not in self._shards:
+                self._shards[unit] = self._copy_shards(unit)
         for tensor in dropped:
             self._builder.release(tensor, self._builder.last_row)
+
+    def _copy_shards(self, unit: str) -> list[Tensor]:
+        """What stays of a unit behind its forward: a copy of this rank's part (``to_sharded_post_forward``)."""
+        builder, rules, shards = self._builder, self._rules, []
+        layer, module = builder.layer, builder.module
+        builder.layer, builder.module = -1, "data_parallel"
+        for bucket in filter(rules.gathers, self._buckets.get(unit, [])):
+            ranks = rules.reshard_size(bucket.dimension)
+            size = rules.gathered_bytes(bucket) / ranks if ranks else 0.0
+            if not size:
+                continue
+            row = builder.memory_bound(
+                "resharded_weights_copy",
+                OpKind.MEMCPY,
+                read=size,
+                written=size,
+                dtype=rules.context.dtype,
+                phase=Phase.PARAM_SYNC,
+            )
+            shards.append(builder.allocate("resharded_weights", size, row, MemoryCategory.WEIGHTS))
+        builder.layer, builder.module = layer, module
+        return shards
 
     def _copy_apart(self, unit: str) -> None:
         """Copy what was gathered for a unit to the parameters, where these are sharded one by one.
@@ -140,7 +171,8 @@ class ShardedWeights:
             return
         rows, tensors = [], []
         for bucket in filter(self._rules.gathers, self._buckets.get(unit, [])):
-            row = self._rules.emit_gather(self._builder, bucket, after=None)
+            resharded = unit in self._shards and self._rules.reshard_size(bucket.dimension) > 0
+            row = self._rules.emit_gather(self._builder, bucket, after=None, resharded=resharded)
             rows.append(row)
             size = self._rules.gathered_bytes(bucket)
             category = MemoryCategory.WEIGHTS
@@ -148,3 +180,7 @@ class ShardedWeights:
                 category = MemoryCategory.COMMUNICATION
             tensors.append(self._builder.allocate("gathered_weights", size, row, category))
         self._gathered[unit] = rows, tensors
+        if not self._in_forward:
+            # What is whole again needs no shard, and behind its backward there is only that over all ranks.
+            for tensor in self._shards.pop(unit, []):
+                self._builder.release(tensor, rows[-1])

@@ -117,7 +117,7 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
             "etp": draw(st.sampled_from([1, 1, 2])),
             "ep_dispatcher": draw(st.sampled_from(list(DISPATCHERS))),
             "zero": draw(st.sampled_from([0, 1, 1, 2, 3])),
-            "reshard": draw(st.sampled_from(["default", "default", "always", "never"])),
+            "reshard": draw(st.sampled_from(["default", "default", "always", "never", 2])),
         },
         "training": {
             "seq_len": 64,

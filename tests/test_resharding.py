@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from op_graphs.vocabulary import MemoryCategory, OpKind, Stream
+from op_graphs.vocabulary import MemoryCategory, OpKind, Phase, Stream
 from tests.dense_scenarios import dense_mapping
 from tests.scenario_mappings import problems_of
 from tests.test_lowering import assert_nothing_leaks
@@ -104,16 +104,123 @@ def test_without_prefetch_a_gather_waits_for_the_layer_before() -> None:
 @pytest.mark.parametrize(
     ("parallel", "said"),
     [
-        ({"reshard": "sometimes"}, "must be one of default, always, never"),
+        ({"reshard": "sometimes"}, "must be one of default, always, never, or a number of ranks from 2"),
+        ({"reshard": 2.0}, "must be one of default, always, never, or a number"),
+        ({"reshard": True}, "must be one of default, always, never, or a number"),
+        (
+            {"dp": 8, "reshard": 1},
+            "is no divisor between 1 and the 8 ranks of a shard group (data-parallel); nearest: 2",
+        ),
+        (
+            {"dp": 8, "reshard": 8},
+            "is no divisor between 1 and the 8 ranks of a shard group (data-parallel); nearest: 4",
+        ),
+        (
+            {"dp": 8, "hsdp_shard": 4, "reshard": 4},
+            "the 4 ranks of a shard group (data-parallel); nearest: 2",
+        ),
+        ({"dp": 2, "reshard": 2}, "the 2 ranks of a shard group (data-parallel); nearest: always"),
+        ({"zero": 1, "reshard": 2}, "which only zero: 3 has (zero is 1); leave it out"),
+        ({"dp": 8, "pp": 2, "reshard": 4}, "with pp = 2 others come between; set reshard: always"),
         ({"zero": 1, "reshard": "never"}, "which only zero: 3 has (zero is 1); leave it out"),
         ({"zero": 1, "prefetch": 2}, "gathers weights of layers ahead, which only zero: 3"),
         ({"zero": 3, "prefetch": -1}, "must be a whole number from 0 to 64"),
     ],
 )
 def test_policies_that_mean_nothing_are_refused(parallel: dict[str, Any], said: str) -> None:
-    assert said in problems_of(dense_mapping(parallel={"dp": 2, **parallel}))
+    assert said in problems_of(dense_mapping(parallel={"dp": 2, "zero": 3, **parallel}))
 
 
 def test_the_policy_survives_a_round_trip() -> None:
     scenario = run(reshard="never", prefetch=3).scenario
     assert load_scenario(scenario_to_mapping(scenario)) == scenario
+
+
+# -- a shard over fewer ranks between forward and backward -------------------------------------------------------
+
+
+def gathered_groups(simulation: Simulation) -> list[tuple[int, ...]]:
+    graph = simulation.graph
+    rows = rows_named(simulation, "parameter_all_gather")
+    return [graph.groups[int(graph.operations.group[row])].ranks for row in rows.tolist()]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("parallel", "forward", "backward"),
+    [
+        ({"dp": 8, "reshard": 2}, tuple(range(8)), (0, 1)),
+        ({"dp": 8, "reshard": 4}, tuple(range(8)), (0, 1, 2, 3)),
+        ({"dp": 4, "cp": 2, "reshard": 4}, tuple(range(8)), (0, 1, 2, 3)),
+        ({"dp": 8, "hsdp_shard": 4, "reshard": 2}, (0, 1, 2, 3), (0, 1)),
+        ({"dp": 8, "reshard": 4, "flat_parameters": True}, tuple(range(8)), (0, 1, 2, 3)),
+    ],
+)
+def test_the_backward_gathers_over_the_ranks_that_a_shard_stayed_on(
+    parallel: dict[str, Any], forward: tuple[int, ...], backward: tuple[int, ...], recompute: str
+) -> None:
+    mapping = dense_mapping(
+        hardware="toy",
+        parallel={"zero": 3, **parallel},
+        training__num_microbatches=MICROBATCHES,
+        training__recompute=recompute,
+    )
+    simulation = simulate(load_scenario(mapping))
+    assert_nothing_leaks(simulation.graph)
+    groups = gathered_groups(simulation)
+    assert groups.count(forward) == groups.count(backward) == MICROBATCHES * UNITS
+    assert len(groups) == 2 * MICROBATCHES * UNITS
+    sizes = simulation.graph.operations.communication_bytes[rows_named(simulation, "parameter_all_gather")]
+    by_group = [
+        sorted(size for size, group in zip(sizes.tolist(), groups, strict=True) if group == wanted)
+        for wanted in (forward, backward)
+    ]
+    assert by_group[0] == by_group[1]
+    # Gradients are scattered over all shards, whatever stayed in between.
+    graph = simulation.graph
+    reductions = rows_named(simulation, "gradient_reduce_scatter")
+    assert {graph.groups[int(graph.operations.group[row])].ranks for row in reductions} == {forward}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_stays_is_a_shard_of_all_weights_in_the_computing_type(ranks: int) -> None:
+    """From the end of a unit's forward until it is whole again, once a microbatch."""
+    simulation = run(dp=8, reshard=ranks)
+    graph, buffers = simulation.graph, simulation.graph.buffers
+    held = np.flatnonzero(np.array(graph.strings)[buffers.name] == "resharded_weights")
+    # The fp32 shard of eight ranks has half of a quarter of the bytes that all weights have in 16 bits.
+    whole = int(simulation.memory[0].by_category[MemoryCategory.WEIGHTS][0]) * 8 // 4 * 2
+    assert int(buffers.size[held].sum()) == pytest.approx(MICROBATCHES * whole / ranks, rel=1e-6)
+    assert len(held) == len(rows_named(simulation, "resharded_weights_copy")) == MICROBATCHES * UNITS
+    assert (graph.operations.phase[buffers.allocate[held]] == Phase.PARAM_SYNC).all()
+    gathers = set(rows_named(simulation, "parameter_all_gather").tolist())
+    assert set(buffers.release[held].tolist()) <= gathers
+
+
+def test_memory_falls_and_the_backward_gathers_farther_the_more_ranks_hold_it() -> None:
+    """Eight GPUs on two nodes of four: inside a node a gather takes the fast links, across the slow."""
+    hardware = {"base": "toy", "network": {"gpus_per_domain": 4}}
+    policies: list[Any] = ["never", 2, 4, "always"]
+    runs = [run(hardware, dp=8, reshard=policy) for policy in policies]
+    peaks = [int(one.memory[0].by_category[MemoryCategory.WEIGHTS].max()) for one in runs]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == len(peaks)
+    slow = {"base": "toy", "network": {"gpus_per_domain": 4, "fabric": {"bandwidth_gb_per_s": 0.5}}}
+    times = [int(run(slow, dp=8, reshard=policy).execution.end.max()) for policy in policies]
+    assert times[0] <= times[1] <= times[2] < times[3]
+
+
+def test_experts_keep_shards_of_their_own_group() -> None:
+    moe = {"experts": 4, "top_k": 2, "expert_ffn_size": 64}
+    mapping = dense_mapping(
+        hardware="toy",
+        model__moe=moe,
+        parallel={"dp": 8, "ep": 2, "zero": 3, "reshard": 2},
+        training__num_microbatches=1,
+    )
+    simulation = simulate(load_scenario(mapping))
+    assert_nothing_leaks(simulation.graph)
+    groups = set(gathered_groups(simulation))
+    assert groups == {tuple(range(8)), (0, 1), (0, 2, 4, 6), (0, 2)}
+    mapping["parallel"]["reshard"] = 4
+    assert "the 4 ranks of a shard group (expert data-parallel); nearest: 2" in problems_of(mapping)

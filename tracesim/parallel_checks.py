@@ -178,6 +178,33 @@ def check_latent_attention(
         )
 
 
+def _check_reshard(parallel: ParallelPlan, size: int, problems: Problems) -> None:
+    """What FSDP2 asks of a number for ``reshard_after_forward``: a divisor of the shard group, not 1 nor all of it."""
+    path = "parallel.reshard"
+    if parallel.pp > 1:
+        problems.add(
+            path,
+            size,
+            f"keeps shards between a forward and its backward, and with pp = {parallel.pp} others come between; set "
+            "reshard: always",
+        )
+        return
+    groups = {"data-parallel": parallel.data_parallel_size}
+    if parallel.ep > 1 and parallel.expert_data_parallel_size > 1:
+        groups["expert data-parallel"] = parallel.expert_data_parallel_size
+    for name, replicas in groups.items():
+        shard = min(parallel.hsdp_shard or replicas, replicas)
+        fitting = [divisor for divisor in range(2, shard) if shard % divisor == 0]
+        if size not in fitting:
+            near = min(fitting, key=lambda divisor: (abs(divisor - size), divisor), default=None)
+            problems.add(
+                path,
+                size,
+                f"is no divisor between 1 and the {shard} ranks of a shard group ({name}); nearest: {near or 'always'}",
+            )
+            return
+
+
 def check_sharding(parallel: ParallelPlan, problems: Problems) -> None:
     """Note ZeRO stages that do not go with the rest of the plan."""
     if not problems.sound(
@@ -197,6 +224,8 @@ def check_sharding(parallel: ParallelPlan, problems: Problems) -> None:
             parallel.reshard,
             f"drops gathered weights, which only zero: 3 has (zero is {parallel.zero}); leave it out",
         )
+    elif isinstance(parallel.reshard, int) and problems.sound("parallel.reshard"):
+        _check_reshard(parallel, parallel.reshard, problems)
     if parallel.prefetch != 1 and not parallel.gathers_by_unit and problems.sound("parallel.prefetch"):
         problems.add(
             "parallel.prefetch",

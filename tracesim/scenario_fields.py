@@ -48,6 +48,7 @@ CROSS_ENTROPIES: dict[object, CrossEntropy] = {
 }
 """Kernels of the loss by what ``training.cross_entropy_fusion`` says."""
 LOSS_NAMES = ("true", "false", "native", "torch")
+RESHARDS = ("default", "always", "never")
 REDUCE_DTYPES = {"fp32": DType.FP32, "bf16": DType.BF16, "fp16": DType.FP16}
 
 
@@ -125,7 +126,12 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "ep_dispatcher": _choice(_PARALLEL.ep_dispatcher, DISPATCHERS),
         "zero": FieldRule("must be 0, 1, 2 or 3", _is_level, _PARALLEL.zero),
         "hsdp_shard": _optional_count(),
-        "reshard": _choice(_PARALLEL.reshard, ("default", "always", "never")),
+        "reshard": FieldRule(
+            f"must be one of {', '.join(RESHARDS)}, or a number of ranks from 2",
+            lambda value: value in RESHARDS if isinstance(value, str) else _is_count(value, 1 << 20),
+            _PARALLEL.reshard,
+            RESHARDS,
+        ),
         "prefetch": FieldRule(
             "must be a whole number from 0 to 64",
             lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 64,
