@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.fit PATH... [--figure NAME] [--machines FOLDER] [--json]``. A PATH is a file of measured rows or
 a folder of such files, as for ``benchmarks.accuracy``. What is fitted on what, and why, is said by the files of
-``benchmarks/fits``: :mod:`~benchmarks.fits.clock`, :mod:`~benchmarks.fits.host`, :mod:`~benchmarks.fits.attention` and
-:mod:`~benchmarks.fits.jitter` on whole steps, :mod:`~benchmarks.fits.kernels` on the measured shapes of machine files.
+``benchmarks/fits``: :mod:`~benchmarks.fits.clock`, :mod:`~benchmarks.fits.host`, :mod:`~benchmarks.fits.attention`,
+:mod:`~benchmarks.fits.rates` and :mod:`~benchmarks.fits.jitter` on whole steps, :mod:`~benchmarks.fits.kernels` on the
+measured shapes of machine files.
 
 ``--figure contention``: what kernels and steps lose beside communication (:mod:`benchmarks.fit_contention`,
 :mod:`benchmarks.step_pairs`); PATH is the folder that holds ``traces`` and ``measured``.
@@ -30,7 +31,7 @@ from benchmarks.fit_contention import (
     kernel_pairs,
     residuals,
 )
-from benchmarks.fits import attention, clock, host, jitter, kernels
+from benchmarks.fits import attention, clock, host, jitter, kernels, rates
 from benchmarks.fits.result import Fit
 from benchmarks.step_pairs import step_pairs
 
@@ -42,6 +43,7 @@ FIGURES = (
     host.RESUME,
     *attention.FIGURES,
     jitter.FIGURE,
+    *rates.FIGURES,
     *kernels.FIGURES,
     CONTENTION,
 )
@@ -59,6 +61,8 @@ def run_fits(paths: list[Path], machines: list[Path], figure: str) -> list[Fit]:
         fits += attention.fit(paths, figure)
     if figure in ("", jitter.FIGURE):
         fits += jitter.fit(paths)
+    if figure in ("", *rates.FIGURES):
+        fits += rates.fit(paths, figure)
     if figure in ("", *kernels.FIGURES):
         fits += [found for found in kernels.fit(machines) if figure in ("", found.figure)]
     return fits

@@ -37,7 +37,7 @@ IDENTITY: dict[str, tuple[str, ...]] = {
 }
 """What makes two measurements of one table the same; the same thing measured twice is an error."""
 
-_BY_DTYPE = ("peak_tflops", "dtype_ratio", "dtypes")
+_BY_DTYPE = ("peak_tflops", "dtype_ratio", "sustained_dtype_ratio", "dtypes")
 """Tables with a figure for each element type."""
 
 _FIGURES_IN_ONE = ("gemm.tiles", *IDENTITY)

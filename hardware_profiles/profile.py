@@ -58,6 +58,9 @@ class GemmFigures:
     """Share of the memory traffic of such a grouped GEMM that is not hidden behind the work of other experts."""
     dtype_ratio: Mapping[str, float] = field(default_factory=dict)
     """Share of the peak that operands of a dtype reach over the share that bf16 reaches; 1 where nothing is given."""
+    sustained_dtype_ratio: Mapping[str, float] = field(default_factory=dict)
+    """Share of the peak that operands of a dtype sustain at the power limit over the share that bf16 sustains, where it
+    is not :attr:`dtype_ratio`: narrower operands switch less for a FLOP of their own, higher peak."""
     dtypes: Mapping[str, GemmDTypeFigures] = field(default_factory=dict)
     """Figures of dtypes whose products were measured by themselves; wins over :attr:`dtype_ratio`."""
 

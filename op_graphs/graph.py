@@ -150,6 +150,8 @@ class Operations(Table):
     """Index into :attr:`OpGraph.groups`."""
     rendezvous: Int32
     """Operations of different ranks that carry the same id (>= 0) start together, when all have been reached."""
+    cuda_graph: Int32
+    """Neighbours with the same number (>= 0) are launched together, as one CUDA graph; -1 is launched by itself."""
 
 
 OPERATION_DEFAULTS: dict[str, int] = {
@@ -170,6 +172,7 @@ OPERATION_DEFAULTS: dict[str, int] = {
     "communication_bytes": 0,
     "group": -1,
     "rendezvous": -1,
+    "cuda_graph": -1,
 }
 
 

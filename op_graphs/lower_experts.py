@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .cuda_graphs import captures_experts, captures_router
 from .dispatchers import DISPATCHERS, Dispatcher, RoutedSizes, kept_bytes
 from .linear import Linear, is_quantized_linear
 from .lower_latent_experts import (
@@ -90,6 +91,7 @@ def experts_forward(
         )
         builder.keep_activations = keep
     latent = into_latent(builder, context, layer, normalized, keep_input=keep_input)
+    builder.capture(captures_experts(context))
     expert_input = dispatcher.dispatch(builder, context, sizes, "dispatch")
     if latent is not None:
         builder.release(latent, builder.last_row)
@@ -326,11 +328,13 @@ def experts_backward(
     """Emit the backward pass of a mixture; returns the gradient of the norm's output."""
     moe, sizes, dispatcher = context.experts, RoutedSizes.of(context), _dispatcher(context)
     d_shared: Tensor | None = None
+    builder.capture(captures_router(context))
     if moe.shared_ffn_size:
         d_shared = _shared_backward(builder, context, layer, saved, normalized, d_output)
     if saved.latent_output is not None:
         d_output = out_of_latent_backward(builder, context, layer, saved.latent_output, d_output, owned=owned)
         owned = True
+    builder.capture(captures_experts(context))
     # Backward of combine is a dispatch of the gradients, backward of dispatch a combine.
     d_fc2_output = dispatcher.dispatch(builder, context, sizes, "combine_backward")
     if owned:
@@ -339,6 +343,7 @@ def experts_backward(
     d_input = _expert_linears_backward(builder, context, layer, sizes, saved, d_fc2_output)
     d_input = _without_padding(builder, context, sizes, d_input, "expert_pad_backward")
     gradient = dispatcher.combine(builder, context, sizes, d_input, "dispatch_backward")
+    builder.capture(captures_router(context))
     scores, *permutation = saved.routing
     for tensor in permutation:
         builder.release(tensor, builder.last_row)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from . import pointwise
+from .cuda_graphs import captures_mixer, captures_mlp, captures_router
 from .linear import forward_shape
 from .lower_experts import ExpertsSaved, experts_backward, experts_forward
 from .lower_linear import layer_linear
@@ -93,6 +94,7 @@ def layer_forward(
     if context.model.has_feed_forward(layer):
         keep = keep_input and mixer is None
         feed_forward, hidden = _feed_forward_block_forward(builder, context, layer, hidden, keep_input=keep)
+    builder.capture(False)
     return LayerSaved(mixer, feed_forward), hidden
 
 
@@ -107,6 +109,7 @@ def _mixer_block_forward(
 ) -> tuple[_MixerSaved, Tensor]:
     mixer = MIXERS[name]
     builder.module = mixer.module
+    builder.capture(captures_mixer(context, name))
     keep_normalized = builder.keep_activations and not (mixer.recomputes_norm and _recomputes_norms(context))
     normalized = _norm(builder, context, mixer.norm, layer)
     inside = _inside_norm(builder, context) if keep_normalized else None
@@ -123,6 +126,7 @@ def _feed_forward_block_forward(
     builder: ProgramBuilder, context: LoweringContext, layer: int, block_input: Tensor, *, keep_input: bool
 ) -> tuple[_FeedForwardSaved, Tensor]:
     builder.module = "mlp"
+    builder.capture(_captures_second_norm(context, layer))
     keep_normalized = builder.keep_activations and not _recomputes_norms(context)
     normalized = _norm(builder, context, "pre_mlp_layernorm", layer)
     inside = _inside_norm(builder, context) if keep_normalized else None
@@ -142,6 +146,11 @@ def _feed_forward_block_forward(
         builder.forget_unless_kept(block_input, builder.last_row)
     offload(builder, context, layer, "mlp_norm", [block_input])
     return _FeedForwardSaved(norm, mlp, mask, kept_output), output
+
+
+def _captures_second_norm(context: LoweringContext, layer: int) -> bool:
+    """Whether the norm in front of the MLP or the experts is captured."""
+    return captures_router(context) if context.model.is_moe_layer(layer) else captures_mlp(context, layer)
 
 
 def _norm(builder: ProgramBuilder, context: LoweringContext, name: str, layer: int) -> Tensor:
@@ -215,6 +224,7 @@ def layer_backward(
         )
     if saved.mixer is not None:
         gradient = _mixer_block_backward(builder, context, layer, saved.mixer, gradient)
+    builder.capture(False)
     return gradient
 
 
@@ -229,6 +239,7 @@ def _feed_forward_block_backward(
 ) -> Tensor:
     """Of an MLP or experts; with ``again`` the residual in front of them is computed again first."""
     builder.module = "mlp"
+    builder.capture(captures_mlp(context, layer))
     begin_part(builder, context, layer, "mlp_norm")
     if again:
         saved = _residual_again(builder, context, layer, saved)
@@ -237,6 +248,7 @@ def _feed_forward_block_backward(
     d_normalized = _mlp_backward(
         builder, context, layer, saved.inner, normalized, branch, owned=branch != gradient
     )
+    builder.capture(_captures_second_norm(context, layer))
     gradient = _norm_backward(
         builder, context, "pre_mlp_layernorm", layer, saved.norm, d_normalized, gradient
     )
@@ -249,6 +261,7 @@ def _mixer_block_backward(
 ) -> Tensor:
     mixer = MIXERS[saved.name]
     builder.module = mixer.module
+    builder.capture(captures_mixer(context, saved.name))
     begin_part(builder, context, layer, "attn_norm")
     branch = _residual_backward(builder, context, mixer.residual, mixer.output_linear, saved.mask, gradient)
     normalized = partial(_normalized, builder, context, mixer.norm, layer, saved.norm)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .graph_names import GraphNames
 from .imbalance import BALANCED, RankLoad
 from .model import MixtureOfExperts, ModelDescription
 from .plan import LibraryPlan, OverlapPlan, ParallelPlan, TrainingPlan
 from .precision import PrecisionRecipe
-from .program import GraphNames
 from .vocabulary import Dimension, DType
 
 

@@ -180,6 +180,8 @@ class TrainingPlan:
     that generation), or ``unfused`` (score matrix kept)."""
     mla: str = "expanded"
     """How latent attention runs: ``expanded`` to keys and values of every head, or ``absorbed``, on the latents."""
+    cuda_graphs: tuple[str, ...] = ()
+    """What is launched as CUDA graphs: parts of every layer (``op_graphs.cuda_graphs``), or ``full_iteration``."""
     images_per_sample: int = 1
     """Images in a sequence of a vision-language model."""
     routing: Routing | None = None
@@ -229,6 +231,9 @@ class ParallelPlan:
     ep: int = 1
     etp: int = 1
     ep_dispatcher: str = "alltoall"
+    ep_host_sync: bool = True
+    """Whether the host waits for the numbers of tokens that its experts get before it launches what depends on them, as
+    dropless routing makes it do."""
     zero: int = 1
     hsdp_shard: int | None = None
     reshard: str | int = "default"

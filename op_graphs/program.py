@@ -137,6 +137,9 @@ class ProgramBuilder:
         self.keep_activations = True
         self.layer = -1
         self.module = ""
+        self.cuda_graph = -1
+        """Number of the CUDA graph that what is added belongs to; -1 for none."""
+        self._cuda_graphs = 0
         self.module_prefix = ""
         """Put before every module: what belongs to a model inside the model."""
         self.input_row = 0
@@ -192,6 +195,12 @@ class ProgramBuilder:
         return len(self._rows) - 1
 
     # -- operations ------------------------------------------------------------------------------------------
+
+    def capture(self, captured: bool) -> None:
+        """Whether what is added from here on is captured into a CUDA graph; the one that is open goes on."""
+        if captured and self.cuda_graph < 0:
+            self._cuda_graphs += 1
+        self.cuda_graph = self._cuda_graphs if captured else -1
 
     def compute(
         self,
@@ -480,6 +489,7 @@ class ProgramBuilder:
                 "layer": self.layer,
                 "module": strings.intern(self.module_prefix + self.module) if self.module else -1,
                 "chunk": self._chunk,
+                "cuda_graph": self.cuda_graph,
                 **columns,
             }
         )

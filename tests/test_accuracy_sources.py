@@ -133,7 +133,10 @@ def test_a_recipe_says_what_a_table_does_not(tmp_path):
         "deepep",
     )
     assert layers_per_stage(61, scenario.parallel) == (*([4] * 15), 1)
-    assert expressed(changed(row, mbs=1), tmp_path).scenario.schedule == "1f1b-overlap"
+    later = expressed(changed(row, mbs=1, table="26.08 NeMo Container / Pre-Training"), tmp_path).scenario
+    assert (later.schedule, later.training.cuda_graphs) == ("1f1b-overlap", ("full_iteration",))
+    # 64 nodes in racks of 18 come in four segments of 16.
+    assert later.hardware.network.gpus_per_domain == 64
     assert (
         expressed(changed(row, model__name="DeepSeekV3 (w/o MTP)"), tmp_path).scenario.model.mtp_layers == 0
     )

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.fit import main
-from benchmarks.fits import attention, clock, host, jitter, kernels
+from benchmarks.fits import attention, clock, host, jitter, kernels, rates
 from benchmarks.fits.result import TOLERANCE_POINTS, Fit, installed_value
 from hardware_profiles import load_profile
 from op_graphs.graph import GemmShape
@@ -26,7 +26,7 @@ def test_the_clock_that_a_time_asks_for_divides_only_what_runs_at_the_clock():
 def test_the_median_error_is_zero_between_the_values_it_is_known_at():
     # Medians -10, 0 at 25, +20 at 75.
     errors = {0.0: [-30.0, -10.0, 5.0], 50.0: [-20.0, 10.0, 30.0], 100.0: [0.0, 30.0, 50.0]}
-    assert host._zero_of_median(errors) == pytest.approx(25.0)
+    assert host.zero_of_median(errors) == pytest.approx(25.0)
 
 
 def test_a_fit_differs_where_the_installed_value_fits_worse():
@@ -75,8 +75,8 @@ def test_the_installed_figures_are_what_the_fits_find(shared_data: Path):
 
 
 def test_every_figure_that_says_it_is_fitted_here_has_a_fit():
-    fitted = {clock.FIGURE, host.OPERATION, host.RESUME, jitter.FIGURE, *attention.FIGURES}
-    for name in ("a100-pcie-80g", "a100-sxm-80g", "b200-sxm", "h100-sxm"):
+    fitted = {clock.FIGURE, host.OPERATION, host.RESUME, jitter.FIGURE, *attention.FIGURES, *rates.FIGURES}
+    for name in ("a100-pcie-80g", "a100-sxm-80g", "b200-sxm", "h100-sxm", "gb200-nvl72", "gb300-nvl72"):
         sources = load_profile(name).sources
         claimed = {figure for figure, source in sources.items() if "benchmarks.fit" in source}
         assert claimed <= fitted

@@ -224,7 +224,14 @@ def test_the_environment_decides_what_libraries_allocate():
         ({"num-layers": "many"}, "--num-layers many: must be a whole number from 1"),
         ({"num-layrs": 3}, "--num-layrs 3: is not known; did you mean --num-layers?"),
         ({"perform-rl-step": True}, "--perform-rl-step: alternates training with generation"),
-        ({"cuda-graph-impl": "local"}, "--cuda-graph-impl local: captures the step into CUDA graphs"),
+        (
+            {"cuda-graph-impl": "eager"},
+            "--cuda-graph-impl eager: must be one of none, local, transformer_engine",
+        ),
+        (
+            {"cuda-graph-impl": "local", "cuda-graph-modules": "[attn lm_head]"},
+            "--cuda-graph-modules [attn lm_head]: lm_head has no rule; known: attn, mamba, mlp, moe",
+        ),
         ({"tokenizer-type": "TikTokenizer"}, "say how many words it has (--vocab-size)"),
         (
             {"tensor-model-parallel-size": 3},
@@ -263,9 +270,30 @@ def test_what_does_not_change_a_step_is_passed_over_and_what_was_assumed_is_told
 
 def test_an_argument_can_be_left_out():
     imported = import_megatron(
-        {**GPT, "cuda-graph-impl": "local"}, "h100-sxm", leave_out=["--cuda_graph_impl"]
+        {**GPT, "hybrid-layer-pattern": "M*"}, "h100-sxm", leave_out=["--hybrid_layer_pattern"]
     )
-    assert imported.left_out == ("cuda-graph-impl",)
+    assert imported.left_out == ("hybrid-layer-pattern",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "graphs"),
+    [
+        ({}, ()),
+        ({"cuda-graph-impl": "none"}, ()),
+        ({"enable-cuda-graph": True}, ("attn", "mlp")),
+        ({"cuda-graph-impl": "local"}, ("attn", "mlp")),
+        ({**EXPERTS, "cuda-graph-impl": "transformer_engine"}, ("attn", "moe_router", "moe_preprocess")),
+        ({"cuda-graph-impl": "transformer_engine", "cuda-graph-scope": "attn"}, ("attn",)),
+        (
+            {**EXPERTS, "cuda-graph-impl": "transformer_engine", "cuda-graph-modules": "[attn moe_router]"},
+            ("attn", "moe_router"),
+        ),
+        ({"cuda-graph-impl": "full_iteration"}, ("full_iteration",)),
+        ({"cuda-graph-impl": "local", "cuda-graph-scope": "full_iteration"}, ("full_iteration",)),
+    ],
+)
+def test_what_is_captured_into_cuda_graphs(changes, graphs):
+    assert scenario_of(changes).training.cuda_graphs == graphs
 
 
 # -- files ---------------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from op_graphs.graph import GemmShape, OpGraph
+from op_graphs.graph_names import GraphNames
 from op_graphs.lowering_context import LoweringContext
 from op_graphs.overlap.policy import TensorPlacement
 from op_graphs.overlap.registry import OVERLAP_POINTS, TENSOR, describe_policies
 from op_graphs.plan import OverlapPlan
-from op_graphs.program import GraphNames, Program, ProgramBuilder
+from op_graphs.program import Program, ProgramBuilder
 from op_graphs.vocabulary import DType, OpKind, Phase, Stream
 from schedules import (
     Action,

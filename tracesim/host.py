@@ -1,9 +1,11 @@
 """The host's side of a step: an operation cannot start before the framework has launched it.
 
-Launching one lowered operation takes the framework ``host.operation_us`` of the profile: Python and C++ of the module,
-the autograd node, and all launches the operation stands for. The host launches the operations of an action (a forward
-or backward of one microbatch) one after another in program order, beginning when the first of them starts; between
-actions it keeps up. Small kernels, short sequences and many tensor-parallel ranks make a step host-bound.
+Launching one lowered operation takes the framework ``host.operation_us`` of the profile (Python and C++ of the module,
+the autograd node, and its launch), and ``host.launch_us`` more for each further kernel that the operation stands for:
+the products of a grouped GEMM that is launched expert by expert, the kernels of a router. The host launches the
+operations of an action (a forward or backward of one microbatch) one after another in program order, beginning when the
+first of them starts; between actions it keeps up. Small kernels, short sequences and many tensor-parallel ranks make a
+step host-bound.
 
 Where the host waits for the device, it loses its lead:
 
@@ -12,8 +14,11 @@ Where the host waits for the device, it loses its lead:
 - A forward that fetches its batch first (:mod:`tracesim.host_waits`).
 - Operations of kind ``HOST`` inside an action (the token counts of experts): what follows is launched from their end.
 
-Left out: the lead a host builds up over a slow backward pass and spends in the next forward pass, the bounded launch
-queue, and CUDA graphs. Gradient reductions and weight gathers are launched by hooks ahead of time and do not wait.
+Operations that are captured into a CUDA graph are launched together: the graph takes ``host.operation_us``, once for
+all of them. With the whole iteration captured nothing is left to launch, and the host waits for nothing.
+
+Left out: the lead a host builds up over a slow backward pass and spends in the next forward pass, and the bounded
+launch queue. Gradient reductions and weight gathers are launched by hooks ahead of time and do not wait.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from op_graphs.columns import Int64
-from op_graphs.graph import OpGraph
+from op_graphs.cuda_graphs import FULL_ITERATION
+from op_graphs.graph import GemmShape, MemoryShape, OpGraph, Shape
 from op_graphs.overlap.registry import TRANSFERS
 from op_graphs.vocabulary import OpKind, Stream
 
@@ -44,15 +50,21 @@ class HostTimes:
     """What the host takes, in nanoseconds; 0 leaves that part of it out."""
 
     operation_ns: int = 0
-    """Launching one lowered operation."""
+    """Launching one lowered operation, with its first kernel."""
     resume_ns: int = 0
     """From the end of a transfer between stages that the host waits for to the start of the action behind it."""
     batch_ns: int = 0
     """The same from the end of what ran before a forward whose batch the host waits for."""
+    launch_ns: int = 0
+    """Launching each further kernel of an operation."""
+    launches_experts: bool = False
+    """Whether a grouped product is launched expert by expert."""
 
 
 def host_times(scenario: Scenario) -> HostTimes:
     """What the host of a scenario takes; it waits for transfers between stages where they are not overlapped."""
+    if scenario.training.cuda_graphs == (FULL_ITERATION,):
+        return HostTimes()
     host = scenario.hardware.host
     waits = TRANSFERS.chosen(scenario.overlap.p2p).host_waits
     resume_ns = round(host.resume_us * 1e3)
@@ -60,6 +72,8 @@ def host_times(scenario: Scenario) -> HostTimes:
         round(host.operation_us * 1e3),
         resume_ns if waits else 0,
         resume_ns if scenario.libraries.batch_fetch_waits else 0,
+        launch_ns=round(host.launch_us * 1e3),
+        launches_experts=scenario.hardware.gemm.grouped_per_expert_us > 0,
     )
 
 
@@ -97,7 +111,7 @@ def with_launches(graph: OpGraph, durations: Int64, host: HostTimes) -> tuple[Op
         targets = np.repeat(np.arange(count), np.diff(graph.dependency_offsets))
     if not host.operation_ns:
         return graph, lags.astype(np.int64)
-    launched, sources, launches = _launches(graph, durations, host.operation_ns)
+    launched, sources, launches = _launches(graph, durations, host)
     rows = np.concatenate([targets, launched])
     dependencies = np.concatenate([graph.dependencies, sources])
     lags = np.concatenate([lags, launches])
@@ -108,7 +122,7 @@ def with_launches(graph: OpGraph, durations: Int64, host: HostTimes) -> tuple[Op
     return changed, lags[order].astype(np.int64)
 
 
-def _launches(graph: OpGraph, durations: Int64, operation_ns: int) -> tuple[Int64, Int64, Int64]:
+def _launches(graph: OpGraph, durations: Int64, host: HostTimes) -> tuple[Int64, Int64, Int64]:
     """Rows that wait for their launch, the row it counts from, and the time from that row's end to the launch.
 
     Launches count from the start of the first operation of a segment, and from the end of one that the host waits for.
@@ -125,5 +139,24 @@ def _launches(graph: OpGraph, durations: Int64, operation_ns: int) -> tuple[Int6
     restarted = before >= first
     source = np.where(restarted, before, first)
     ahead = np.where(restarted, 0, durations[source])
+    launched = np.zeros(len(graph.operations), dtype=np.int64)
+    launched[rows] = np.cumsum(_launch_ns(graph, rows, host))
     waits = (rows > first) & (graph.operations.stream[rows] != Stream.DP)
-    return rows[waits], source[waits], ((rows - source) * operation_ns - ahead)[waits]
+    return rows[waits], source[waits], (launched[rows] - launched[source] - ahead)[waits]
+
+
+def _launch_ns(graph: OpGraph, rows: Int64, host: HostTimes) -> Int64:
+    """Time the host takes to launch each row, of a CUDA graph all with its first one."""
+    kernels = np.array([_kernels(shape, host) for shape in (*graph.shapes, None)], dtype=np.int64)
+    taken = host.operation_ns + (kernels[graph.operations.shape[rows]] - 1) * host.launch_ns
+    graphs = graph.operations.cuda_graph[rows]
+    goes_on = np.concatenate([[False], (graphs[1:] == graphs[:-1]) & (graphs[1:] >= 0)])
+    taken = np.where(graphs >= 0, host.operation_ns, taken)
+    return np.where(goes_on, 0, taken).astype(np.int64)
+
+
+def _kernels(shape: Shape, host: HostTimes) -> int:
+    """Kernels that an operation of a shape stands for."""
+    if isinstance(shape, MemoryShape):
+        return max(1, shape.passes)
+    return shape.count if isinstance(shape, GemmShape) and host.launches_experts else 1

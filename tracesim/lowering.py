@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from op_graphs.graph import OpGraph
+from op_graphs.graph_names import GraphNames
 from op_graphs.imbalance import Level, StageLoads, stage_loads
 from op_graphs.lower_stage import Chunk, lower_chunk
 from op_graphs.lower_step import RankPrograms, lower_rank
 from op_graphs.lowering_context import LoweringContext
 from op_graphs.overlap.registry import TRANSFERS
 from op_graphs.precision import precision_recipe
-from op_graphs.program import GraphNames
 from op_graphs.stage_layout import embedding_stage, layers_per_stage
 from schedules.actions import ActionKind, Schedule
 from schedules.assembly import assemble

@@ -8,7 +8,7 @@ import numpy as np
 
 from op_graphs.columns import Int64
 from op_graphs.graph import HostCopyShape, OpGraph
-from op_graphs.vocabulary import Phase, Stream
+from op_graphs.vocabulary import OpKind, Phase, Stream
 
 from .analysis.intervals import subtract, union
 from .engine import Execution
@@ -43,7 +43,8 @@ def _copies(graph: OpGraph, rank: int, *, to_host: bool) -> Int64:
 def exposed_offload_ns(graph: OpGraph, execution: Execution, rank: int) -> int:
     """Time in which copies or updates on the host run and the rank neither computes nor communicates."""
     own = graph.operations.rank == rank
-    moving = own & np.isin(graph.operations.stream, OFFLOAD_STREAMS)
+    # A wait of the host for the device moves nothing.
+    moving = own & np.isin(graph.operations.stream, OFFLOAD_STREAMS) & (graph.operations.kind != OpKind.HOST)
     if not moving.any():
         return 0
     working = own & ~np.isin(graph.operations.stream, OFFLOAD_STREAMS)

@@ -22,6 +22,7 @@ from hardware_profiles.profile import HardwareProfile
 from op_graphs.model import ModelDescription
 from op_graphs.plan import LibraryPlan, OverlapPlan, ParallelPlan, Recompute, TrainingPlan
 
+from .cuda_graph_fields import cuda_graphs_mapping, read_cuda_graphs
 from .errors import ScenarioError
 from .imbalance_fields import imbalance_mapping, read_routing, read_sequence_lengths
 from .lora_fields import lora_mapping, read_lora
@@ -125,6 +126,7 @@ def scenario_to_mapping(scenario: Scenario) -> dict[str, Any]:
             "attention": training.attention,
             "mla": training.mla,
             "images_per_sample": training.images_per_sample,
+            **cuda_graphs_mapping(training),
             **imbalance_mapping(training),
             **lora_mapping(training),
         },
@@ -217,6 +219,7 @@ def _training(
         attention=values["attention"],
         mla=values["mla"],
         images_per_sample=values["images_per_sample"],
+        cuda_graphs=read_cuda_graphs(values["cuda_graphs"], problems),
         routing=read_routing(values["routing"], folder, problems),
         sequence_lengths=read_sequence_lengths(values["sequence_lengths"], folder, problems),
         lora=read_lora(values["lora"], problems),

@@ -19,6 +19,7 @@ from schedules.actions import ScheduleError
 from schedules.registry import build_schedule
 
 from .cost.attention import kernel_ratio
+from .cuda_graph_fields import check_cuda_graphs
 from .imbalance_fields import check_imbalance
 from .lora_fields import check_lora
 from .offload_fields import check_offload
@@ -90,6 +91,7 @@ def check_combinations(draft: Draft, problems: Problems) -> None:
     _check_attention_kernel(draft, problems)
     _check_overlap(draft, problems)
     check_offload(draft.model, draft.hardware, draft.training, problems)
+    check_cuda_graphs(draft.model, draft.training, problems)
     _check_reserved_sms(draft, problems)
     _check_size(draft, problems)
 

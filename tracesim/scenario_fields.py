@@ -124,6 +124,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "ep": _count(_PARALLEL.ep),
         "etp": _count(_PARALLEL.etp),
         "ep_dispatcher": _choice(_PARALLEL.ep_dispatcher, DISPATCHERS),
+        "ep_host_sync": _flag(_PARALLEL.ep_host_sync),
         "zero": FieldRule("must be 0, 1, 2 or 3", _is_level, _PARALLEL.zero),
         "hsdp_shard": _optional_count(),
         "reshard": FieldRule(
@@ -184,6 +185,8 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "attention": _choice(_TRAINING.attention, ("flash", "flash-2", "flash-1", "unfused")),
         "mla": _choice(_TRAINING.mla, ("expanded", "absorbed")),
         "images_per_sample": _count(_TRAINING.images_per_sample),
+        # Read by tracesim.cuda_graph_fields.
+        "cuda_graphs": FieldRule("", lambda value: True, None),
         # Read by tracesim.imbalance_fields.
         "routing": FieldRule("", lambda value: True, None),
         "sequence_lengths": FieldRule("", lambda value: True, None),

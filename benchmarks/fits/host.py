@@ -60,11 +60,11 @@ def fit(files: Sequence[Path], figure: str = "") -> list[Fit]:
 
 def _operation(rows: Sequence[MeasuredRow]) -> Fit:
     errors = {value: _errors(rows, value) for value in _VALUES_US}
-    value = _zero_of_median(errors)
+    value = zero_of_median(errors)
     # Once more around the first answer, where rows may bend.
     for near in (value - _REFINED_US, value + _REFINED_US):
         errors[near] = _errors(rows, near)
-    value = round(_zero_of_median({at: errors[at] for at in sorted(errors)}), 1)
+    value = round(zero_of_median({at: errors[at] for at in sorted(errors)}), 1)
     at_value = _errors(rows, value)
     return Fit(
         OPERATION,
@@ -91,7 +91,7 @@ def _errors(rows: Sequence[MeasuredRow], operation_us: float) -> list[float]:
     return errors
 
 
-def _zero_of_median(errors: dict[float, list[float]]) -> float:
+def zero_of_median(errors: dict[float, list[float]]) -> float:
     """Where the median of the rows' errors, interpolated between the values they are known at, is zero."""
     at = sorted(errors)
     low, high = at[0], at[-1]

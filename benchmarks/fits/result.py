@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def installed_value(profile: str, figure: str) -> float:
     """A figure of an installed profile, by its path."""
     found: object = load_profile(profile)
     for name in figure.split("."):
-        found = getattr(found, name)
+        found = found[name] if isinstance(found, Mapping) else getattr(found, name)
     assert isinstance(found, (int, float))
     return float(found)
 

@@ -56,6 +56,8 @@ def express(row: Mapping[str, Any], label: str) -> MeasuredRow:
         lines = [line.strip() for line in str(error).splitlines()[1:]]
         raise RowSkippedError("; ".join(lines)) from None
     scenario = scenario_of(imported.mapping)
+    if scenario.training.cuda_graphs:
+        raise RowSkippedError("the private memory pools of CUDA graphs are not counted")
     allocated = number_at(mapping_at(row, "metrics"), "peak_alloc_gib")
     return MeasuredRow(
         label,

@@ -1,15 +1,27 @@
 """What performance recipes of frameworks set beside what a table of results prints.
 
-Megatron-Bridge's tables give model, degrees and precision; what is recomputed, which dispatcher moves tokens and what
-overlaps is in its recipes, by model, GPU and precision (``scripts/performance/configs/*/*_workload_base_configs.py``).
-Recipes changed from release to release; where they did, the micro-batch size of the row tells which one ran.
+Megatron-Bridge's tables give model, degrees and precision; what is recomputed, which dispatcher moves tokens, what
+overlaps and what is launched as CUDA graphs is in its recipes, by model, GPU and precision
+(``scripts/performance/configs/*/*_workload_base_configs.py`` and ``src/megatron/bridge/perf_recipes``). Recipes changed
+from release to release; a table names its release. Pairs of a forward and a backward overlap the exchanges of experts
+only with one stage or several chunks a stage (Megatron-Core ``validate_args``), whatever a later recipe says.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from op_graphs.cuda_graphs import FULL_ITERATION
+
+_LAYER_GRAPHS = ("attn", "moe_router", "moe_preprocess")
+_ROUTER_GRAPHS = ("moe_router", "moe_preprocess")
+_WHOLE = (FULL_ITERATION,)
+CAPTURED_MOE = (26, 6)
+"""Release from which MXFP8 recipes of mixtures capture whole iterations, with what that needs: fused grouped products
+that read the numbers of tokens on the device."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +33,8 @@ class Recipe:
     dispatcher: str = "alltoall"
     overlaps_experts: bool = False
     """Whether expert exchanges run beside the other pass of another microbatch."""
+    cuda_graphs: tuple[str, ...] = ()
+    """As ``training.cuda_graphs``."""
 
     @property
     def recompute_setting(self) -> str | dict[str, Any]:
@@ -32,28 +46,55 @@ class Recipe:
         return {"modules": list(self.recompute)}
 
 
-def bridge_recipe(model: str, gpu: str, precision: str, mbs: int, parallel: Mapping[str, Any]) -> Recipe:
-    """The recipe of Megatron-Bridge for a model preset on a GPU (``h100``, ``b200``, ``gb300``, ...)."""
-    eight_bit = precision != "bf16"
+def release_of(table: str) -> tuple[int, int]:
+    """Year and month of the container that a table names (``26.02.01 NeMo Container``); (0, 0) where it names none."""
+    found = re.match(r"(\d\d)\.(\d\d)\b", table)
+    return (int(found.group(1)), int(found.group(2))) if found else (0, 0)
+
+
+def bridge_recipe(
+    model: str, gpu: str, precision: str, mbs: int, parallel: Mapping[str, Any], release: tuple[int, int]
+) -> Recipe:
+    """The recipe of a release of Megatron-Bridge for a model preset on a GPU (``h100``, ``b200``, ``gb300``, ...)."""
     if model.startswith("deepseek-v3"):
-        return _deepseek(gpu, precision, mbs, parallel)
-    if model == "kimi-k2":
-        return Recipe((), "deepep", True) if mbs == 1 else Recipe(("mla_up_proj",), "deepep")
-    if model == "qwen3-235b-a22b":
-        if gpu.startswith("gb"):
-            return Recipe(dispatcher="deepep")
-        return Recipe(overlaps_experts=gpu == "h100")
-    if model == "qwen3-30b-a3b":
-        return Recipe(dispatcher="deepep")
-    if model == "gpt-oss-120b":
-        if gpu.startswith("gb3") or gpu == "b300":
-            return Recipe(dispatcher="deepep", overlaps_experts=eight_bit)
-        return Recipe(("layernorm", "moe_act"), overlaps_experts=gpu == "gb200")
-    if model.startswith("nemotron3"):
-        return _nemotron(model, gpu)
-    if model == "llama3-8b" and gpu == "h100" and eight_bit:
-        return Recipe(("block:5",))
-    return Recipe()
+        recipe = _deepseek(gpu, precision, parallel, release)
+    elif model == "kimi-k2":
+        recipe = _kimi(mbs)
+    elif model == "qwen3-235b-a22b":
+        recipe = _qwen_235b(gpu, precision, release)
+    elif model == "qwen3-30b-a3b":
+        recipe = _qwen_30b(gpu, precision, release)
+    elif model == "gpt-oss-120b":
+        recipe = _gpt_oss(gpu, precision, release)
+    elif model.startswith("nemotron3"):
+        recipe = _nemotron(model, gpu)
+    else:
+        recipe = _llama(model, gpu, precision, sharded=parallel.get("zero") == 3)
+    overlaps = recipe.overlaps_experts and (parallel.get("pp", 1) == 1 or parallel.get("vpp", 1) > 1)
+    return replace(recipe, overlaps_experts=overlaps)
+
+
+def _captures_mixture(gpu: str, precision: str, release: tuple[int, int]) -> bool:
+    return precision == "mxfp8" and release >= CAPTURED_MOE and gpu in ("gb300", "gb200", "b300")
+
+
+def _deepseek(gpu: str, precision: str, parallel: Mapping[str, Any], release: tuple[int, int]) -> Recipe:
+    several_chunks = parallel.get("vpp", 1) > 1
+    if gpu == "h100":
+        return Recipe(("mla_up_proj", "mlp"), "deepep")
+    if gpu == "b200":
+        if parallel.get("pp") == 8:
+            return Recipe(("mla_up_proj", "mlp"), "deepep", True, _LAYER_GRAPHS)
+        return Recipe(("mla_up_proj",), "deepep")
+    if several_chunks and _captures_mixture(gpu, precision, release):
+        again = () if gpu == "gb300" else ("mla_up_proj",)
+        return Recipe(again, "deepep", True, _WHOLE)
+    if gpu == "gb300" and precision == "bf16":
+        return Recipe(("moe_act",), "deepep", False, _LAYER_GRAPHS)
+    if gpu == "gb300":
+        return Recipe(("mla_up_proj",), "deepep")
+    graphs = _LAYER_GRAPHS if release >= (26, 2) else ()
+    return Recipe(("mla_up_proj",), "deepep", False, graphs)
 
 
 def _nemotron(model: str, gpu: str) -> Recipe:
@@ -68,16 +109,37 @@ def _nemotron(model: str, gpu: str) -> Recipe:
     return Recipe(dispatcher="deepep")
 
 
-def _deepseek(gpu: str, precision: str, mbs: int, parallel: Mapping[str, Any]) -> Recipe:
-    pp = parallel.get("pp")
+def _kimi(mbs: int) -> Recipe:
+    return Recipe((), "deepep", True, _WHOLE) if mbs == 1 else Recipe(("mla_up_proj",), "deepep")
+
+
+def _qwen_235b(gpu: str, precision: str, release: tuple[int, int]) -> Recipe:
+    if _captures_mixture(gpu, precision, release):
+        return Recipe(dispatcher="deepep", cuda_graphs=_WHOLE)
+    if gpu.startswith("gb"):
+        return Recipe(dispatcher="deepep", cuda_graphs=_LAYER_GRAPHS)
+    return Recipe(overlaps_experts=gpu == "h100")
+
+
+def _qwen_30b(gpu: str, precision: str, release: tuple[int, int]) -> Recipe:
+    if _captures_mixture(gpu, precision, release):
+        return Recipe(dispatcher="deepep", cuda_graphs=_WHOLE)
     if gpu == "h100":
-        return Recipe(("mla_up_proj", "mlp"), "deepep")
-    if gpu == "b200":
-        return (
-            Recipe(("mla_up_proj", "mlp"), "deepep", True) if pp == 8 else Recipe(("mla_up_proj",), "deepep")
-        )
-    if gpu == "gb300":
-        if precision == "bf16":
-            return Recipe(("moe_act",), "deepep")
-        return Recipe((), "deepep", True) if mbs == 1 else Recipe(("mla_up_proj",), "deepep")
-    return Recipe(("mla_up_proj",), "deepep", gpu == "b300" or (gpu == "gb200" and precision != "bf16"))
+        return Recipe(dispatcher="deepep", cuda_graphs=_ROUTER_GRAPHS if precision == "bf16" else ())
+    return Recipe(dispatcher="deepep", cuda_graphs=_LAYER_GRAPHS if gpu == "b200" else _ROUTER_GRAPHS)
+
+
+def _gpt_oss(gpu: str, precision: str, release: tuple[int, int]) -> Recipe:
+    if gpu.startswith("gb3") or gpu == "b300":
+        dispatcher = "deepep"
+        if gpu == "gb300" and _captures_mixture(gpu, precision, release):
+            return Recipe((), dispatcher, True, _WHOLE)
+        return Recipe((), dispatcher, precision != "bf16", _LAYER_GRAPHS)
+    return Recipe(("layernorm", "moe_act"), overlaps_experts=gpu == "gb200")
+
+
+def _llama(model: str, gpu: str, precision: str, *, sharded: bool) -> Recipe:
+    if model == "llama3-8b" and gpu == "h100":
+        # With sharded weights the activations of all layers have room.
+        return Recipe(("block:5",)) if precision != "bf16" and not sharded else Recipe()
+    return Recipe(cuda_graphs=_WHOLE) if model == "llama3-8b" else Recipe()

@@ -35,6 +35,8 @@ MACHINES: tuple[tuple[str, str | dict[str, Any]], ...] = (
 )
 """Machine by pattern of a row's ``gpu``, first match of the whole text; empty where no profile fits."""
 
+_RACK_NODES, _NODE_GPUS = 18, 4
+
 PRESETS = {
     "llama27b": "llama2-7b",
     "llama213b": "llama2-13b",
@@ -145,6 +147,20 @@ def machine_of(row: Mapping[str, Any]) -> str | dict[str, Any]:
                 return machine
             break
     raise RowSkippedError(f"no hardware profile fits the GPU {gpu!r}")
+
+
+def placed(machine: str | dict[str, Any], gpus: int) -> str | dict[str, Any]:
+    """A machine as a job of so many GPUs finds it.
+
+    On racks of 18 nodes with four GPUs that share one NVLink domain, Slurm gives a job segments of equally many nodes
+    in each, as many as divide its nodes (``--segment`` in ``scripts/performance/utils/executors.py`` of
+    Megatron-Bridge).
+    """
+    if machine not in ("gb200-nvl72", "gb300-nvl72") or gpus <= _RACK_NODES * _NODE_GPUS or gpus % _NODE_GPUS:
+        return machine
+    nodes = gpus // _NODE_GPUS
+    segment = next(count for count in range(_RACK_NODES, 0, -1) if nodes % count == 0)
+    return {"base": machine, "name": machine, "network": {"gpus_per_domain": segment * _NODE_GPUS}}
 
 
 def model_of(row: Mapping[str, Any], settings: SourceSettings) -> str | dict[str, Any]:

@@ -205,6 +205,8 @@ SETTINGS: dict[str, SourceSettings] = {
             sp=True,
             fp8_scaling="delayed",
             recompute="none",
+            # ub_tp_comm_overlap, and tp_comm_overlap of NeMo 2.0's performance scripts.
+            overlap={"tp": "userbuffers"},
             vocab_size=51200,
             notes=("nothing is recomputed, as in the launcher's configurations; the pages do not say",),
         )
@@ -234,7 +236,8 @@ SETTINGS: dict[str, SourceSettings] = {
         cross_entropy_fusion=True,
         recipes="megatron-bridge",
         uneven_stages=True,
-        overlap={"tp": True},
+        # CommOverlapConfig(tp_comm_overlap=True).
+        overlap={"tp": "userbuffers"},
         notes=("recompute, dispatcher and overlaps are those of the recipe for model, GPU and precision",),
     ),
     # The same recipes; every row says what it recomputes. Skills of the same repository: AdamW in fp32, fp32 gradients.

@@ -8,6 +8,7 @@ Memory is compared only where the row names what was measured (``peak_alloc_gib`
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from tracesim.scenario import Scenario
 from .configurations import configuration_of
 from .layouts import ends_count_as_layers, evenly, layout_text
 from .measured_time import iteration_ms
-from .recipes import bridge_recipe
+from .recipes import bridge_recipe, release_of
 from .row import (
     MeasuredRow,
     RowSkippedError,
@@ -28,7 +29,7 @@ from .row import (
     scenario_of,
     text_at,
 )
-from .row_models import machine_of, model_of, read_model_of
+from .row_models import machine_of, model_of, placed, read_model_of
 from .source_settings import SETTINGS, UNKNOWN_SOURCE, SourceSettings
 
 _DEGREES = (
@@ -122,7 +123,9 @@ def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
     mapping = {
         "name": re.sub(r"[/\\]", ":", label),
         "model": model,
-        "hardware": machine_of(row),
+        "hardware": placed(
+            machine_of(row), math.prod(parallel[degree] for degree in ("tp", "pp", "cp", "dp"))
+        ),
         "parallel": parallel,
         "training": training,
         "schedule": _schedule(row, parallel, settings),
@@ -152,8 +155,10 @@ def _apply_recipe(mapping: dict[str, Any], row: Mapping[str, Any]) -> None:
         # Its recipe is FP8_SC, scaled by blocks.
         training.pop("fp8_scaling", None)
         training["dtype"] = "fp8-blockwise"
-    recipe = bridge_recipe(name, gpu, training["dtype"], training["micro_batch_size"], parallel)
+    release = release_of(text_at(row, "table"))
+    recipe = bridge_recipe(name, gpu, training["dtype"], training["micro_batch_size"], parallel, release)
     training["recompute"] = recipe.recompute_setting
+    training["cuda_graphs"] = list(recipe.cuda_graphs) or None
     drops = "tokendrop" in str(mapping_at(row, "model").get("name"))
     if drops:
         base = mapping["model"]

@@ -10,7 +10,7 @@ from ..lowering_context import LoweringContext
 from ..program import ProgramBuilder, Tensor
 from ..vocabulary import Communication, Dimension
 from .permutation import Permutation, add_copies, gather_copies
-from .routing import RoutedSizes, exchange, permute, replaced
+from .routing import RoutedSizes, exchange, permute, read_counts, replaced
 
 
 class AllToAll:
@@ -24,9 +24,12 @@ class AllToAll:
         sent = context.item * sizes.sent_copies / context.parallel.etp * hidden
         load, most = context.load.copies, context.load.most_copies
         arrived = context.item * sizes.copies * hidden
+        routed = builder.last_row
         current = gather_copies(
             builder, context, self.permutation(context, sizes), f"{name}_permute", "permuted_tokens"
         )
+        # The permutation is launched before the host waits (``before_ep_alltoall``, without peers ``before_finish``).
+        read_counts(builder, context, name, routed)
         if context.parallel.ep > 1:
             row = exchange(
                 builder, context, f"{name}_all_to_all", Communication.ALL_TO_ALL, sent * most, Dimension.EP

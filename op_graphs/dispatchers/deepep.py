@@ -15,7 +15,7 @@ from ..program import ProgramBuilder, Tensor
 from ..vocabulary import Communication, Dimension
 from .alltoall import AllToAll
 from .permutation import Permutation, add_copies, gather_copies, make_map
-from .routing import RoutedSizes, exchange, replaced
+from .routing import RoutedSizes, exchange, read_counts, replaced
 
 
 class DeepEP(AllToAll):
@@ -38,6 +38,8 @@ class DeepEP(AllToAll):
             item = context.recipe.activation_bytes
             row = cast(builder, context, name, float(sizes.tokens * hidden), copies=1)
             quantized = builder.temporary("quantized_tokens", item * sizes.tokens * hidden, row)
+        # The dispatch is launched when the host knows what arrives (``Buffer.dispatch`` waits for the layout kernels).
+        read_counts(builder, context, name, builder.last_row)
         row = self._send(builder, context, sizes, f"{name}_all_to_all", item)
         unique = item * self._unique(context, sizes) * hidden
         current = replaced(builder, quantized, "dispatched_tokens", unique * context.load.unique, row)

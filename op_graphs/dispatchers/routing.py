@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..cuda_graphs import host_reads_token_counts
 from ..expert_tokens import padded, pads_on_arrival, routed, source_multiple, token_multiple
-from ..graph import ExchangeShape
+from ..graph import ExchangeShape, MemoryShape
 from ..lowering_context import LoweringContext
 from ..program import ProgramBuilder, Tensor
-from ..vocabulary import Communication, Dimension, OpKind
+from ..vocabulary import Communication, Dimension, DType, OpKind, Stream
 from .permutation import Permutation
 
 
@@ -50,6 +51,10 @@ class RoutedSizes:
         return cls(tokens, copies, rows, local, sent * parallel.etp)
 
 
+FIRST_DISPATCH = "dispatch"
+"""Name of the dispatch in a forward pass, which is the first to need to know how many tokens go where."""
+
+
 class Dispatcher(Protocol):
     """How tokens reach the ranks of their experts, and how results come back."""
 
@@ -74,6 +79,24 @@ def permute(builder: ProgramBuilder, context: LoweringContext, name: str, read: 
     """A kernel that reorders tokens; returns its row."""
     return builder.memory_bound(
         name, OpKind.PERMUTE, read=read, written=written, access="strided", dtype=context.dtype
+    )
+
+
+def read_counts(builder: ProgramBuilder, context: LoweringContext, name: str, after: int) -> None:
+    """Let the host wait for the numbers of tokens, copied behind row ``after``; what is added next is launched then.
+
+    Only the first dispatch of a layer asks for them; its way back and the backward pass know them.
+    """
+    if name != FIRST_DISPATCH or not host_reads_token_counts(context):
+        return
+    builder.beside(
+        "token_counts_to_host",
+        OpKind.HOST,
+        Stream.HOST,
+        after=[after],
+        read=8.0 * context.experts.experts,
+        shape=MemoryShape("stream"),
+        dtype=DType.INT64,
     )
 
 

@@ -137,7 +137,7 @@ class ComputeCost:
                 kernel without a shape.
 
         Returns:
-            0 for host calls, annotations, and operations without shape, bytes or FLOPs.
+            0 for host calls and annotations without a shape, and for operations without shape, bytes or FLOPs.
 
         Raises:
             ValueError: if the machine has no peak for the dtype, a size is not positive, or an amount is negative.
@@ -148,7 +148,7 @@ class ComputeCost:
                 f"an operation of kind {kind.name} has {flops} FLOPs, {bytes_read} bytes read and {bytes_written} "
                 "bytes written; none can be negative"
             )
-        if kind in FREE_KINDS or (shape is None and flops == 0 and traffic == 0):
+        if (kind in FREE_KINDS and shape is None) or (shape is None and flops == 0 and traffic == 0):
             return ComputeEstimate(0, Provenance.MODELLED)
         measured = self._measured.get(shape) if isinstance(shape, GemmShape | AttentionShape) else None
         sm_count = self.product_sms if isinstance(shape, GemmShape) else self.available_sms

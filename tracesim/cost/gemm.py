@@ -123,13 +123,15 @@ def figures_for(figures: GemmFigures, dtype: str, *, accumulates: bool = False) 
             grouped_exposed_traffic=own.grouped_exposed_traffic,
         )
     ratio = figures.dtype_ratio.get(dtype, 1.0)
-    if ratio == 1.0:
+    sustained = figures.sustained_dtype_ratio.get(dtype, ratio)
+    if ratio == sustained == 1.0:
         return figures
+    mainloop = ratio * figures.mainloop_efficiency
     return replace(
         figures,
-        mainloop_efficiency=ratio * figures.mainloop_efficiency,
-        sustained_efficiency=ratio * figures.sustained_efficiency,
-        grouped_efficiency=ratio * figures.grouped_efficiency,
+        mainloop_efficiency=mainloop,
+        sustained_efficiency=min(mainloop, sustained * figures.sustained_efficiency),
+        grouped_efficiency=min(mainloop, sustained * figures.grouped_efficiency),
     )
 
 

@@ -49,7 +49,6 @@ REFUSED = {
     "use-megatron-fsdp": "needs --data-parallel-sharding-strategy to say what is sharded",
     "export-kd-teacher-load": "runs a second model, the teacher, that the arguments do not describe",
     "first-last-layers-bf16": "gives layers different precisions, which has no rule",
-    "cuda-graph-impl": "captures the step into CUDA graphs with memory pools of their own, which have no rule",
     "model-provider": "names a model in code of its own",
     "retro-add-retriever": "retrieval has no rule",
     "heterogeneous-layers-config-path": "layers come from another file",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from op_graphs.cuda_graphs import FULL_ITERATION, LAYER_PARTS
 from op_graphs.stage_layout import parse_layout
 
 from .arguments import Arguments
@@ -33,6 +34,8 @@ _CP_COMM = {
     "all_gather": "allgather",
     "a2a+p2p": "a2a+p2p",
 }
+_GRAPH_PARTS = {"attention": "attn", "router": "moe_router", "preprocess": "moe_preprocess"}
+"""Parts of a layer by other words of ``--cuda-graph-modules``."""
 _IMPLEMENTATIONS = {"transformer_engine": "transformer_engine", "local": "local"}
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
@@ -155,6 +158,9 @@ def training_mapping(arguments: Arguments, plan: Mapping[str, Any], default_back
     padding, old_name = (arguments.flag(f"moe-router-padding-for-{what}") for what in ("quantization", "fp8"))
     if padding or old_name:
         training["router_padding"] = True
+    graphs = _cuda_graphs(arguments)
+    if graphs:
+        training["cuda_graphs"] = graphs
     offload = offload_mapping(arguments)
     if offload:
         training["offload"] = offload
@@ -240,6 +246,29 @@ def _recompute(arguments: Arguments) -> str | dict[str, Any]:
     if granularity:
         arguments.refuse("recompute-granularity", "must be full or selective")
     return "none"
+
+
+def _cuda_graphs(arguments: Arguments) -> str | list[str]:
+    """What is captured: ``full_iteration``, or parts of a layer; all that can be captured where none is named."""
+    words = {name: name for name in ("none", "local", "transformer_engine", FULL_ITERATION)}
+    stated = arguments.choice("cuda-graph-impl", "none", words)
+    if arguments.flag("enable-cuda-graph"):
+        stated = "local"
+    named = arguments.words("cuda-graph-modules") or arguments.words("cuda-graph-scope")
+    for name in ("cuda-graph-warmup-steps", "cuda-graph-num-warmup-steps"):
+        arguments.count(name)
+    if stated == "none":
+        return []
+    if FULL_ITERATION in (stated, *named):
+        return FULL_ITERATION
+    parts = [_GRAPH_PARTS.get(name, name) for name in named]
+    if "full" in parts or not parts:
+        experts = arguments.given("num-experts")
+        parts = ["attn", "moe_router", "moe_preprocess"] if experts else ["attn", "mlp"]
+    for part in parts:
+        if part not in LAYER_PARTS:
+            arguments.refuse("cuda-graph-modules", f"{part} has no rule; known: {', '.join(LAYER_PARTS)}")
+    return [part for part in parts if part in LAYER_PARTS]
 
 
 def schedule_name(arguments: Arguments, plan: Mapping[str, Any]) -> str:
