@@ -135,9 +135,12 @@ def _wanted(row: MeasuredRow) -> list[Wanted]:
     """Scenarios a row needs simulated."""
     by_layer = row.smaller is not None
     allocator = not (row.allocated_gib is row.reserved_gib is None)
-    wanted = [Wanted(row.scenario, allocator, by_layer, row.bubble_pct is not None)]
+    of_layers = not (row.activations is row.state_gib is None)
+    wanted = [Wanted(row.scenario, allocator, by_layer, row.bubble_pct is not None, of_layers)]
     wanted += [
-        Wanted(other, optimizer=by_layer) for other in (row.smaller, row.baseline) if other is not None
+        Wanted(other, optimizer=by_layer, layers=of_layers)
+        for other in (row.smaller, row.baseline)
+        if other is not None
     ]
     return wanted
 
@@ -284,12 +287,12 @@ def _predicted(row: MeasuredRow, figures: Figures) -> dict[str, float | None]:
     if row.bubble_pct is not None:
         predicted["bubble"] = 100 * report["calculated_bubble_fraction"]
     if row.activations is not None or row.state_gib is not None:
-        held = report["stages"][0]["memory_at_peak_gib"]
-        predicted["state"] = held["weights"] + held["gradients"] + held["optimizer_states"]
-        predicted["activations"] = held["activations"]
+        of_layers = report["stages"][0]
+        predicted["state"] = of_layers["layer_state_gib"]
+        predicted["activations"] = of_layers["layer_activations_gib"]
         if row.baseline is not None:
-            baseline = _report_of(row.baseline, figures)["stages"][0]["memory_at_peak_gib"]
-            predicted["activations"] *= 100 / baseline["activations"]
+            baseline = _report_of(row.baseline, figures)["stages"][0]["layer_activations_gib"]
+            predicted["activations"] *= 100 / baseline
     if row.smaller is not None:
         difference = _without_optimizer(report) - _without_optimizer(_report_of(row.smaller, figures))
         predicted["time"] = difference / row.layers_between

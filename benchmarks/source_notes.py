@@ -85,7 +85,8 @@ NOTES: dict[str, SourceNote] = {
     "nemo-25.02-25.04": SourceNote("NeMo recipes on H100, B200 and GB200 in fp8, 2025"),
     "fms-fsdp": SourceNote("Llama 2 with FSDP and torch.compile on A100"),
     "calculon-validation": SourceNote(
-        "memory of GPT 22B to 1T by the formulas of arXiv:2205.05198, read off its figures by Calculon's authors",
+        "memory of the layers of GPT 22B to 1T by the formulas of arXiv:2205.05198, read off its figures by Calculon's "
+        "authors: a test of formulas",
     ),
     "nemo-automodel": SourceNote("DeepSeek-V3, and adapters of Llama 3 and Qwen 2.5, with FSDP2 on H100"),
     "nemo-longseq": SourceNote("Llama 2 7B and 3 8B on sequences of 16k to 1M tokens; time from TFLOP/s"),

@@ -31,6 +31,7 @@ class Wanted:
     allocator: bool = False
     optimizer: bool = False
     bubble: bool = False
+    layers: bool = False
 
     @property
     def operations(self) -> int:
@@ -60,6 +61,7 @@ def figures_of(
             known.allocator or item.allocator,
             known.optimizer or item.optimizer,
             known.bubble or item.bubble,
+            known.layers or item.layers,
         )
     if runner is not None:
         return {key: _attempt(runner, item.scenario) for key, item in tasks.items()}
@@ -79,7 +81,8 @@ def _collect_rarely() -> None:
 
 def _figures_or_reason(item: Wanted) -> RunReport | str:
     return _attempt(
-        lambda scenario: step_figures(scenario, item.allocator, item.optimizer, item.bubble), item.scenario
+        lambda scenario: step_figures(scenario, item.allocator, item.optimizer, item.bubble, item.layers),
+        item.scenario,
     )
 
 
@@ -91,17 +94,23 @@ def _attempt(runner: Callable[[Scenario], RunReport], scenario: Scenario) -> Run
 
 
 def step_figures(
-    scenario: Scenario, allocator: bool = True, optimizer: bool = True, bubble: bool = True
+    scenario: Scenario,
+    allocator: bool = True,
+    optimizer: bool = True,
+    bubble: bool = True,
+    layers: bool = False,
 ) -> dict[str, Any]:
     """The part of a scenario's report that rows are compared with, under the report's keys.
 
     Without ``allocator`` what only its replay tells is None, without ``optimizer`` the time of the optimizer, without
-    ``bubble`` the one that papers calculate of a schedule (``calculated_bubble_fraction``, not in the report).
+    ``bubble`` the one that papers calculate of a schedule (``calculated_bubble_fraction``, not in the report). With
+    ``layers`` there is the memory of the layers alone, which is not in the report either.
 
     Raises:
         ValueError: as ``tracesim.simulation.simulate``.
     """
     # The simulator takes its time to import, and reading rows does not need it.
+    from benchmarks.layer_memory import layer_memory
     from benchmarks.schedule_bubble import calculated_bubble
     from op_graphs.vocabulary import MemoryCategory
     from tracesim.report import breakdown
@@ -128,6 +137,7 @@ def step_figures(
                 category.name.lower(): float(curve.by_category[category, curve.peak_moment]) / _GIB
                 for category in MemoryCategory
             },
+            **(layer_memory(scenario, graph, execution, rank) if layers else {}),
         }
         for rank, curve in enumerate(simulation.memory)
     ]

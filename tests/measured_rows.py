@@ -47,6 +47,8 @@ def fake_report(scenario):
                 "memory_at_peak_gib": dict.fromkeys(
                     ("weights", "gradients", "optimizer_states", "activations"), 2.0
                 ),
+                "layer_activations_gib": 3.0,
+                "layer_state_gib": 4.0,
             }
             for stage in range(scenario.parallel.pp)
         ],

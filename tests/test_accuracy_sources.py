@@ -222,3 +222,64 @@ def test_activations_relative_to_a_baseline(tmp_path):
     assert (found.baseline.parallel.sp, found.baseline.training.recompute.mode) == (False, "none")
     results, _ = evaluate([write_rows(tmp_path / "rows.json", [row])], fake_report)
     assert results[0].figures == {"activations": (20.0, 100.0)}
+
+
+GIB = 2**30
+BATCH, LAYERS, HIDDEN, HEADS, LENGTH, SHARDS = 4, 48, 6144, 64, 2048, 8
+ONE = LENGTH * BATCH * HIDDEN / GIB
+"""Bytes of sbh, in GiB."""
+SCORES = 5 * HEADS * LENGTH**2 * BATCH / GIB
+
+
+@pytest.mark.parametrize(
+    ("recompute", "sequence_parallel", "a_layer"),
+    [
+        # arXiv:2205.05198, Table 2
+        ("none", False, 10 * ONE + 24 * ONE / SHARDS + SCORES / SHARDS),
+        ("none", True, 34 * ONE / SHARDS + SCORES / SHARDS),
+        ("selective", False, 10 * ONE + 24 * ONE / SHARDS),
+        ("selective", True, 34 * ONE / SHARDS),
+        ("full", False, 2 * ONE),
+    ],
+)
+def test_activations_of_the_layers_are_the_closed_forms_of_the_paper(
+    recompute, sequence_parallel, a_layer, tmp_path
+):
+    row = changed(
+        GPT_22B,
+        metrics={"activation_mem_gib": 1.0, "param_optimizer_mem_gib": 1.0},
+        source="calculon-validation",
+        recompute=recompute,
+        parallel={"pp": 1, "tp": SHARDS, "sp": sequence_parallel},
+    )
+    (result,), _ = evaluate([write_rows(tmp_path / "rows.json", [row])])
+    assert result.figures["activations"][1] == pytest.approx(LAYERS * a_layer, rel=1e-4)
+    # 18 bytes of the 12 h^2 weights of a layer; biases and norms are what is more.
+    weights = 12 * HIDDEN**2 * LAYERS / SHARDS / GIB
+    assert result.figures["state"][1] == pytest.approx(18 * weights, rel=2e-3)
+
+
+def test_the_large_models_of_the_paper_run_interleaved(tmp_path):
+    row = changed(
+        GPT_22B,
+        gbs=64,
+        mbs=1,
+        metrics={"activation_mem_gib": 1.0},
+        source="calculon-validation",
+        recompute="selective",
+        num_gpus=64,
+        parallel={"pp": 8, "tp": 8, "sp": True},
+        model={
+            "ffn": 49152, "heads": 96, "hidden": 12288, "layers": 96, "name": "GPT-3 175B", "seq": 2048, "vocab": 51200,
+        },
+    )  # fmt: skip
+    found = expressed(row, tmp_path).scenario
+    assert (found.parallel.vpp, found.schedule, found.training.num_microbatches) == (
+        3,
+        "interleaved-1f1b",
+        16,
+    )
+    (result,), _ = evaluate([write_rows(tmp_path / "rows.json", [row])])
+    # The first stage holds 1 + (p - 1) / (p m) times all layers.
+    held = 34 * 2048 * 12288 / 8 * 96 * (1 + 7 / 24) / GIB
+    assert result.figures["activations"][1] == pytest.approx(held, rel=1e-4)
