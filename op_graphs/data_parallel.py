@@ -248,7 +248,7 @@ class DataParallelism:
     def quantized_weight_bytes(self, tensors: list[ParameterTensor]) -> int:
         """Bytes of the quantised copies of weights that stay over a step; none where weights are gathered anew."""
         recipe = self.context.recipe
-        if recipe is None or self.gathers_by_unit:
+        if recipe is None or self.gathers_by_unit or recipe.quantizes_each_use:
             return 0
         return round(recipe.weight_size(quantized_elements(tensors)))
 

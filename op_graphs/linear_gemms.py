@@ -62,6 +62,14 @@ def forward_gemm(
     return row
 
 
+def forward_again(builder: ProgramBuilder, context: LoweringContext, linear: Linear) -> int:
+    """The forward GEMM of a linear that a backward program runs again, with its casts; returns its last row."""
+    phase, builder.phase = builder.phase, Phase.RECOMPUTE
+    row = linear_forward(builder, context, linear)
+    builder.phase = phase
+    return row
+
+
 def input_gradient(
     builder: ProgramBuilder, context: LoweringContext, linear: Linear, emit: GemmEmitter | None = None
 ) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from . import pointwise
-from .linear import forward_shape
+from .linear_gemms import forward_again
 from .lower_absorbed_attention import (
     AbsorbedSaved,
     absorbed_output_backward,
@@ -151,7 +151,7 @@ def attention_backward(
     again = context.training.recompute.keeps_products
     if _keys_again(context):
         linear = replace(layer_linear(context, layer, "qkv"), name="keys", outputs=context.local_kv_size)
-        row = builder.gemm(linear.name, forward_shape(context, linear), phase=Phase.RECOMPUTE)
+        row = forward_again(builder, context, linear)
         keys = builder.temporary("keys", _key_bytes(saved.sizes), row)
     if again and (saved.before_norm is not None or context.model.is_rotary_layer(layer)):
         phase, builder.phase = builder.phase, Phase.RECOMPUTE
@@ -186,6 +186,29 @@ def attention_backward(
     gradient = column_parallel_backward(builder, context, linear, normalized, d_qkv)
     pointwise.input_gradients(builder, context, products=3)
     return gradient
+
+
+def _latent_backward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    layer: int,
+    saved: AttentionSaved,
+    normalized: Tensor,
+    d_output: Tensor,
+) -> Tensor:
+    """As :func:`attention_backward`, of latent attention."""
+    latent, core = saved.latent, saved.core
+    if isinstance(latent, AbsorbedSaved):
+        d_core = absorbed_output_backward(builder, context, layer, core.output, d_output)
+        if latent.up_recomputed:
+            core = replace(core, qkv=recompute_absorbed(builder, context, layer, latent, normalized))
+        d_qkv = core_backward(builder, context, saved.sizes, core, d_core)
+        return absorbed_projections_backward(builder, context, layer, latent, normalized, d_qkv)
+    assert latent is not None
+    if latent.up_recomputed:
+        core = replace(core, qkv=recompute_up_projections(builder, context, layer, latent, normalized))
+    d_qkv = core_backward(builder, context, saved.sizes, core, d_output)
+    return latent_projections_backward(builder, context, layer, latent, normalized, d_qkv)
 
 
 def _sinks(context: LoweringContext, layer: int) -> str:

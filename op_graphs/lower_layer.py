@@ -15,7 +15,7 @@ from typing import Any
 
 from . import pointwise
 from .cuda_graphs import captures_mixer, captures_mlp, captures_router
-from .linear import forward_shape
+from .linear_gemms import forward_again
 from .lower_experts import ExpertsSaved, experts_backward, experts_forward
 from .lower_linear import layer_linear
 from .lower_mlp import Mlp, MlpSaved, mlp_backward, mlp_forward, recompute_mlp
@@ -132,8 +132,7 @@ def _feed_forward_block_forward(
     inside = _inside_norm(builder, context) if keep_normalized else None
     mlp, projected = _mlp_forward(builder, context, layer, normalized, keep_input=keep_normalized)
     # The router reads the norm's output as it is; so does an MLP that runs again.
-    copied = context.recipe is not None and not context.freezes_weights
-    if keep_normalized and copied and isinstance(mlp, MlpSaved):
+    if keep_normalized and context.keeps_copies and isinstance(mlp, MlpSaved):
         builder.discard(normalized)
     norm = _NormSaved(block_input, normalized if keep_normalized else None, inside)
     output, mask = _bias_dropout_add(builder, context, "mlp_residual", projected)
@@ -289,7 +288,7 @@ def _residual_again(
     projected: Tensor | None = None
     if _projects_again(context):
         linear = layer_linear(context, layer, "proj")
-        row = builder.gemm(linear.name, forward_shape(context, linear), phase=Phase.RECOMPUTE)
+        row = forward_again(builder, context, linear)
         projected = builder.temporary("projected", size, row)
     row = builder.memory_bound(
         "attention_residual",

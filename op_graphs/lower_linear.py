@@ -49,6 +49,7 @@ from .lower_frozen import (
     frozen_row_forward,
 )
 from .lower_quantization import (
+    cast,
     gather_gradient,
     gather_quantized,
     quantize_gradient,
@@ -167,6 +168,11 @@ def _quantized_column_forward(
     assert recipe is not None
     elements = float(linear.tokens * linear.inputs)
     sharded = context.sequence_parallel
+    if sharded and not _gathers_quantized(context):
+        return _gathered_column_forward(
+            builder, context, linear, source, keep_input=keep_input, keep_copy=keep_copy, width=width
+        )
+    keep_copy = keep_copy and context.keeps_copies
     kept_for = source if keep_input and keep_copy and builder.keep_activations else None
     local = elements / context.tp if sharded else elements
     emit: GemmEmitter | None = None
@@ -205,6 +211,8 @@ def row_parallel_forward(
     """
     if context.freezes_weights:
         return frozen_row_forward(builder, context, linear, source, discard_input=discard_input)
+    # Of what is kept of operators alone, the input of a product is not: it is computed, and quantised, again.
+    keep_copy = keep_copy and context.keeps_copies and not context.training.recompute.keeps_products
     kept = builder.keep_activations and keep_copy and is_quantized_linear(context, linear)
     kept_for = source if kept else None
     reduction: ReducedGemm | None = None
@@ -223,6 +231,37 @@ def row_parallel_forward(
         return partial
     builder.release(partial, reduced)
     return builder.temporary(f"{linear.name}_reduced", context.hidden_bytes, reduced)
+
+
+def _gathers_quantized(context: LoweringContext) -> bool:
+    """Whether inputs and gradients are gathered quantised; pieces always are, for each is what a product reads."""
+    assert context.recipe is not None
+    return context.recipe.gathers_quantized or _placement(context).in_pieces
+
+
+def _gathered_column_forward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    linear: Linear,
+    source: Tensor,
+    *,
+    keep_input: bool,
+    keep_copy: bool,
+    width: int | None,
+) -> int:
+    """A column-parallel linear that quantises its input behind the gather."""
+    size, placement = context.token_bytes(width or linear.inputs), _placement(context)
+    gather = placement.gather(builder, context, f"{linear.name}_all_gather", size, context.dtype)
+    gathered = builder.temporary("gathered_input", size, gather.row)
+    if not keep_input:
+        builder.release(source, gather.end)
+    row = linear_forward(builder, context, linear)
+    if keep_input and keep_copy and builder.keep_activations and not placement.gathers_again:
+        builder.promote(gathered, "gathered_input")
+        builder.keep_copy(source, linear.name, gathered)
+    else:
+        builder.release(gathered, row)
+    return row
 
 
 def linear_backward(
@@ -259,8 +298,15 @@ def linear_backward(
         weight_gradient(builder, context, linear, consumed, borrowed)
         return d_input
     (source,) = (tensor for tensor in (*consumed, *borrowed) if tensor != d_output)
-    quantize = gather_gradient if gathers else quantize_gradient
+    quantize = gather_gradient if gathers and _gathers_quantized(context) else quantize_gradient
+    whole: Tensor | None = None
+    if gathers and not _gathers_quantized(context):
+        row = gather_sequence(builder, context, f"{linear.name}_gradient_all_gather")
+        builder.wait_for(row)
+        whole = builder.temporary("gathered_gradient", context.gathered_bytes, row)
     gradient = quantize(builder, context, linear, float(linear.tokens * linear.outputs))
+    if whole is not None:
+        builder.release(whole, builder.last_row)
     d_input = input_gradient(builder, context, linear)
     if gradient.rowwise is not None:
         builder.release(gradient.rowwise, builder.last_row)
@@ -303,6 +349,8 @@ def column_parallel_backward(
     if context.freezes_weights:
         return frozen_column_backward(builder, context, linear, normalized, d_output)
     if is_quantized_linear(context, linear):
+        if context.sequence_parallel and not _gathers_quantized(context):
+            return _gathered_column_backward(builder, context, linear, normalized, d_output)
         return _quantized_column_backward(builder, context, linear, normalized, d_output)
     gathered: Tensor | None = None
     gather = -1
@@ -319,6 +367,29 @@ def column_parallel_backward(
     else:
         weight_gradient(builder, context, linear, (d_output, gathered))
         builder.release(normalized, builder.last_row)
+    return _awaited_input_gradient(builder, context, linear, d_input, reduction)
+
+
+def _gathered_column_backward(
+    builder: ProgramBuilder, context: LoweringContext, linear: Linear, source: Tensor, d_output: Tensor
+) -> Tensor:
+    """As :func:`column_parallel_backward`, on operands that are quantised behind the gather of the input."""
+    gradient = quantize_gradient(builder, context, linear, float(linear.tokens * linear.outputs))
+    gathered, gather = builder.kept_copy(source, linear.name), -1
+    if gathered is None:
+        gather = gather_sequence(builder, context, f"{linear.name}_input_all_gather", linear.inputs)
+        gathered = builder.temporary("gathered_input", context.token_bytes(linear.inputs), gather)
+        if not _placement(context).beside_weights:
+            builder.wait_for(gather)
+    d_input, reduction = _reduced_input_gradient(builder, context, linear, gather, gradient.rowwise)
+    elements = float(linear.tokens * linear.inputs)
+    row = cast(builder, context, f"{linear.name}_input", elements, copies=1, columns=True)
+    builder.release(gathered, row)
+    assert context.recipe is not None
+    operand = builder.temporary("quantized_input", context.recipe.activation_size(elements), row)
+    weight_gradient(builder, context, linear, (gradient.columnwise, operand))
+    for tensor in (d_output, source):
+        builder.release(tensor, builder.last_row)
     return _awaited_input_gradient(builder, context, linear, d_input, reduction)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from . import pointwise
-from .linear import forward_shape
+from .linear_gemms import forward_again
 from .lower_linear import (
     Linear,
     column_parallel_backward,
@@ -142,7 +142,7 @@ def mlp_backward(
     up: Tensor | None = None
     if _up_again(context):
         half = replace(mlp.fc1, name=f"{mlp.fc1.name}_up", outputs=mlp.fc1.outputs // 2)
-        row = builder.gemm(half.name, forward_shape(context, half), phase=Phase.RECOMPUTE)
+        row = forward_again(builder, context, half)
         up = builder.temporary(half.name, context.token_bytes(half.outputs), row)
     if fc2_input is None:
         phase, builder.phase = builder.phase, Phase.RECOMPUTE

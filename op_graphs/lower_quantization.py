@@ -45,14 +45,16 @@ def cast(
     copies: int,
     kernels: int = 1,
     sharded: bool = False,
+    columns: bool = False,
 ) -> int:
     """Quantise ``elements`` of a bf16 tensor into ``copies`` copies; returns the row that writes them.
 
-    ``sharded`` says that other tensor-parallel ranks hold the rest of the tensor, so that one scale for all of it
-    needs a reduction of the magnitudes.
+    One copy is along rows, or with ``columns`` along those. ``sharded`` says that other tensor-parallel ranks hold the
+    rest of the tensor, so that one scale for all of it needs a reduction of the magnitudes.
     """
     recipe, source = _recipe(context), context.item * elements
-    if recipe.amax_kernel:
+    columns = columns or copies > 1
+    if recipe.amax_kernel or (columns and recipe.amax_of_columns):
         builder.memory_bound(
             f"{name}_amax",
             OpKind.REDUCTION,
@@ -76,7 +78,7 @@ def cast(
         OpKind.CAST,
         read=source,
         written=recipe.activation_size(elements, copies),
-        access="strided" if copies > 1 else "stream",
+        access="strided" if copies > 1 or (columns and not recipe.transposes) else "stream",
         passes=kernels,
         dtype=recipe.element,
     )
@@ -197,7 +199,10 @@ def weight_gradient_input(
         return builder.temporary(f"{linear.name}_quantized_input", size, row)
     if kept is not None:
         return kept
-    row = cast(builder, context, name, elements, copies=1, kernels=_kernels(recipe, linear), sharded=sharded)
+    kernels, along_columns = _kernels(recipe, linear), recipe.amax_of_columns
+    row = cast(
+        builder, context, name, elements, copies=1, kernels=kernels, sharded=sharded, columns=along_columns
+    )
     return builder.temporary(f"{linear.name}_quantized_input", recipe.activation_size(elements), row)
 
 
@@ -254,19 +259,20 @@ def prepare_weight(
     """
     recipe, elements = _recipe(context), float(linear.weight_elements)
     name, first = f"{linear.name}_weight", len(builder)
-    fresh = context.parallel.gathers_by_unit
+    fresh = context.parallel.gathers_by_unit or recipe.quantizes_each_use
     if recipe.stored_once and backward and not fresh:
         size = recipe.weight_size(elements, 1)
         row = transpose(builder, context, name, size, _kernels(recipe, linear))
         return builder.temporary("quantized_weight", size, row)
-    if not builder.casts_weights:
+    if not builder.casts_weights and not recipe.quantizes_each_use:
         return None
     if not fresh and context.training.fp8_param_gather and recipe.gathered_weight_bytes < context.item:
         if recipe.copies > 1 and not recipe.stored_once:
             transpose(builder, context, name, recipe.weight_size(elements, 1), linear.count)
     elif not fresh or not context.training.fp8_param_gather:
         once = fresh or recipe.stored_once
-        _cast_weight(builder, context, recipe, linear, copies=1 if once else recipe.copies)
+        copies = 1 if once else recipe.copies
+        _cast_weight(builder, context, recipe, linear, copies=copies, columns=once and backward)
     if len(builder) == first:
         return None
     if not backward:
@@ -275,11 +281,17 @@ def prepare_weight(
 
 
 def _cast_weight(
-    builder: ProgramBuilder, context: LoweringContext, recipe: PrecisionRecipe, linear: Linear, *, copies: int
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    recipe: PrecisionRecipe,
+    linear: Linear,
+    *,
+    copies: int,
+    columns: bool,
 ) -> None:
     name, elements = f"{linear.name}_weight", float(linear.weight_elements)
     source = context.item * elements
-    if recipe.amax_kernel:
+    if recipe.amax_kernel or (columns and recipe.amax_of_columns):
         builder.memory_bound(
             f"{name}_amax",
             OpKind.REDUCTION,

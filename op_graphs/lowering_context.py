@@ -91,6 +91,11 @@ class LoweringContext:
         return self.recipe is not None and self.recipe.stored_once
 
     @property
+    def keeps_copies(self) -> bool:
+        """Whether quantised copies stay between passes in the place of the inputs of linears."""
+        return self.recipe is not None and not self.recipe.quantizes_each_use and not self.freezes_weights
+
+    @property
     def dispatches_quantized(self) -> bool:
         """Whether what reaches experts, forward and backward, is quantised already."""
         return self.training.fp8_dispatch and self.recipe is not None and self.parallel.ep > 1

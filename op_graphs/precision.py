@@ -1,8 +1,9 @@
 """Low-precision recipes: which operands of a linear are 8 or 4 bits wide, and what that costs in kernels and bytes.
 
-All four keep activations, weights and the residual stream in bf16 and run the three GEMMs of a linear (forward, input
-gradient, weight gradient) on quantised operands; head, embedding, router, norms and core attention stay in bf16. They
-follow Transformer Engine (``transformer_engine/pytorch/module/linear.py``, ``layernorm_linear.py``,
+All keep activations, weights and the residual stream in bf16 and run the three GEMMs of a linear (forward, input
+gradient, weight gradient) on quantised operands; head, embedding, router, norms and core attention stay in bf16.
+``fp8-rowwise`` is torchao's (``float8/float8_linear.py``); the others follow Transformer Engine
+(``transformer_engine/pytorch/module/linear.py``, ``layernorm_linear.py``,
 ``grouped_linear.py`` and ``tensor/*``):
 
 - an input is quantised once in forward; the copy that the weight gradient needs is kept instead of the bf16 tensor;
@@ -54,6 +55,13 @@ class PrecisionRecipe:
     token_multiple: int = 16
     """Rows of each expert in a grouped product are padded to a multiple of this (Transformer Engine
     ``get_align_size_for_quantization``)."""
+    quantizes_each_use: bool = False
+    """Whether no quantised copy outlives its product: inputs stay in bf16, and they, gradients and weights are cast in
+    front of each product that reads them (torchao ``Float8Linear``); else inputs and weights of Transformer Engine."""
+    amax_of_columns: bool = False
+    """Whether scales along columns need a kernel of their own for the magnitudes, where those along rows need none."""
+    gathers_quantized: bool = True
+    """Whether sharded inputs and gradients are quantised before they are gathered; else behind it, whole."""
     stored_once: bool = False
     """Whether what stays between passes is there along rows only, and the copy along columns is made when a GEMM needs
     it; inputs of activations stay in 8 bits then, and outputs of attention in 12 (DeepSeek-V3, section 3.3.3)."""
@@ -159,10 +167,35 @@ def _nvfp4(capability: int) -> PrecisionRecipe:
     )
 
 
+def _rowwise(capability: int) -> PrecisionRecipe:
+    """An fp32 scale for each row of an operand along the reduced axis (torchao ``Float8LinearRecipeName.ROWWISE``).
+
+    Compiled, magnitudes and cast of rows are one kernel, which holds a row; of columns they are two. Under tensor
+    parallelism DTensor redistributes bf16 (torchtitan ``models/llama3/infra/parallelize.py``), unless products and
+    gathers are fused: the scale of a row is that of its shard.
+    """
+    return PrecisionRecipe(
+        name="fp8-rowwise",
+        element=DType.FP8,
+        activation_bytes=1.0,
+        weight_bytes=1.0,
+        copies=2,
+        transposes=False,
+        amax_kernel=False,
+        amax_over_ranks=False,
+        gathered_weight_bytes=2.0,
+        fused_grouped_cast=False,
+        quantizes_each_use=True,
+        amax_of_columns=True,
+        gathers_quantized=False,
+    )
+
+
 RECIPES = {
     "fp8-tensorwise": _current,
     "fp8-delayed": _delayed,
     "fp8-blockwise": _blockwise,
+    "fp8-rowwise": _rowwise,
     "mxfp8": _mxfp8,
     "nvfp4": _nvfp4,
 }

@@ -47,6 +47,7 @@ OFFLOAD: list[Any] = [
     {"modules": ["expert_fc1", "moe_act"], "minimum_bytes": 0, "in_flight": 1},
     {"optimizer": 0.5},
 ]
+DTYPES = ["bf16", "bf16", "fp8-tensorwise", "fp8-blockwise", "fp8-rowwise", "mxfp8"]
 LORA: list[Any] = [None, None, {"rank": 8}, {"rank": 4, "targets": ["linear_fc2"], "dropout": 0.1}]
 SCHEDULES = [
     *("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "interleaved-zb", "zb-v", "dualpipe", "dualpipev"),
@@ -123,7 +124,7 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
             "seq_len": 64,
             "micro_batch_size": draw(st.integers(1, 2)),
             "num_microbatches": draw(st.sampled_from([4, 8])),
-            "dtype": draw(st.sampled_from(["bf16", "bf16", "fp8-tensorwise", "fp8-blockwise", "mxfp8"])),
+            "dtype": draw(st.sampled_from(DTYPES)),
             "router_padding": draw(st.booleans()),
             "mla": draw(st.sampled_from(["expanded", "absorbed"])),
             "routing": draw(st.sampled_from([None, None, {"zipf": 1.0}])),
@@ -162,7 +163,7 @@ def without_padding(mapping: dict[str, Any]) -> dict[str, Any]:
             model["moe"].pop(key, None)
         for key in ("routing", "router_padding"):
             training.pop(key, None)
-        if training.get("dtype") in ("fp8-tensorwise", "fp8-blockwise", "mxfp8"):
+        if training.get("dtype") in DTYPES[2:]:
             training["dtype"] = "bf16"
     return mapping
 

@@ -134,8 +134,12 @@ LATENT = {"kv_lora_rank": 32, "qk_nope_head_size": 16, "qk_rope_head_size": 16, 
             "every-second-product counts the products of dense layers, small has experts; use products",
         ),
         (
-            {"training__recompute": {"keep": "products"}, "training__dtype": "fp8-tensorwise"},
-            "training.recompute.keep: needs 16-bit",
+            {
+                "training__recompute": {"keep": "products"},
+                "training__dtype": "fp8-blockwise",
+                "training__fp8_storage": True,
+            },
+            "training.recompute.keep: does not go with fp8_storage",
         ),
     ],
 )

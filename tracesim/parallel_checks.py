@@ -261,10 +261,8 @@ def check_recompute(model: ModelDescription, training: TrainingPlan, problems: P
             problems.note(
                 "training.recompute.keep", f"does not know the latent attention of {model.name}; use modules"
             )
-        elif training.recipe is not None and problems.sound("training.dtype"):
-            problems.note(
-                "training.recompute.keep", "needs 16-bit or 32-bit products; use modules, or dtype: bf16"
-            )
+        elif training.fp8_storage and problems.sound("training.fp8_storage"):
+            problems.note("training.recompute.keep", "does not go with fp8_storage; use modules")
         elif training.recompute.every_second_product and (
             model.moe is not None or model.layer_pattern or model.mixer_pattern != "*"
         ):

@@ -25,7 +25,13 @@ OPTIMIZER_DTYPES: dict[str, dict[str, DType]] = {
     "moments": {"fp32": DType.FP32, "bf16": DType.BF16, "fp16": DType.FP16, "fp8": DType.FP8},
 }
 _PATH = "training.optimizer_dtypes"
-_PEAKS = {"fp8-tensorwise": "fp8", "fp8-blockwise": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
+_PEAKS = {
+    "fp8-tensorwise": "fp8",
+    "fp8-blockwise": "fp8",
+    "fp8-rowwise": "fp8",
+    "mxfp8": "fp8",
+    "nvfp4": "fp4",
+}
 _BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
 _MULTIPLES = {"mxfp8": 32}
 _MULTIPLE = 16
@@ -109,6 +115,7 @@ def check_precision(
         and problems.sound("model", "parallel.tp", "parallel.etp")
     ):
         _check_widths(dtype, model, parallel, problems)
+        _check_rowwise(dtype, model, problems)
     _check_optimizer(parallel, training, problems)
 
 
@@ -135,7 +142,14 @@ def _check_machine(dtype: str, hardware: HardwareProfile, problems: Problems) ->
 
 def _check_gather(dtype: str, parallel: ParallelPlan, training: TrainingPlan, problems: Problems) -> None:
     path = "training.fp8_param_gather"
-    if dtype not in LOW_PRECISION or dtype == "nvfp4":
+    if dtype == "fp8-rowwise":
+        problems.add(
+            path,
+            True,
+            "needs scales that all shards share, and rows have one each; leave it out, or set dtype: "
+            "fp8-tensorwise",
+        )
+    elif dtype not in LOW_PRECISION or dtype == "nvfp4":
         problems.add(path, True, f"needs weights in fp8, dtype is {dtype}; leave it out, or set an fp8 dtype")
     elif parallel.zero == 0 and problems.sound("parallel.zero"):
         problems.add(
@@ -210,6 +224,26 @@ def _check_storage(dtype: str, parallel: ParallelPlan, training: TrainingPlan, p
         )
     elif (training.offload.modules or training.offload.layers) and problems.sound("training.offload"):
         problems.add(path, True, "keeps activations on the device; leave out offload of modules or layers")
+
+
+def _check_rowwise(dtype: str, model: ModelDescription, problems: Problems) -> None:
+    """A scale for each row is what torchao's linears have; its grouped products and other layers are not known."""
+    others = [
+        name
+        for name, has in (
+            ("experts", model.moe is not None),
+            ("latent attention", model.latent_attention is not None),
+            ("heads for multi-token prediction", model.mtp_layers > 0),
+            ("state-space layers", any(model.mixer(layer) == "state_space" for layer in range(model.layers))),
+        )
+        if has
+    ]
+    if dtype == "fp8-rowwise" and others:
+        problems.add(
+            "training.dtype",
+            dtype,
+            f"is known for dense layers, {model.name} has {' and '.join(others)}; nearest: fp8-blockwise",
+        )
 
 
 def _check_widths(dtype: str, model: ModelDescription, parallel: ParallelPlan, problems: Problems) -> None:

@@ -31,7 +31,7 @@ from .yaml_reading import describe_type
 
 SCHEDULES = schedule_names()
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
-LOW_PRECISION = ("fp8-tensorwise", "fp8-blockwise", "mxfp8", "nvfp4")
+LOW_PRECISION = ("fp8-tensorwise", "fp8-blockwise", "fp8-rowwise", "mxfp8", "nvfp4")
 """Training precisions whose linears run on quantised operands, and everything else in bf16."""
 DTYPES: dict[str, DType] = {
     "fp32": DType.FP32,

@@ -349,7 +349,7 @@ def _fp8(text: str, settings: SourceSettings) -> dict[str, str]:
     """The recipe an fp8 row names; without a name it is tensorwise, scaled as its source does."""
     text = text.partition(" (")[0] if text.startswith(("fp8-cs (", "fp8 (")) else text
     if re.search(r"float8 rowwise", text):
-        raise RowSkippedError("fp8 with a scale for each row is not expressed")
+        return {"dtype": "fp8-rowwise"}
     stated = {recipe for recipe, pattern in _FP8_RECIPES.items() if re.search(pattern, text)}
     if len(stated) > 1:
         raise RowSkippedError(f"its fp8 recipe is given as {text!r}")

@@ -41,7 +41,7 @@ class Attention(Mixer):
     ) -> tuple[AttentionSaved, Tensor]:
         """Emit projections, core attention and the output projection."""
         attention = attention_forward(builder, context, layer, normalized, keep_input=keep_input)
-        if keep_input and not context.freezes_weights and _copies_suffice(context, attention):
+        if keep_input and context.keeps_copies and _copies_suffice(context, attention):
             builder.discard(normalized)
         latents = attention.latent.tensors() if attention.latent is not None else []
         offload(builder, context, layer, "qkv_linear", [normalized, *latents])
