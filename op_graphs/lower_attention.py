@@ -188,29 +188,6 @@ def attention_backward(
     return gradient
 
 
-def _latent_backward(
-    builder: ProgramBuilder,
-    context: LoweringContext,
-    layer: int,
-    saved: AttentionSaved,
-    normalized: Tensor,
-    d_output: Tensor,
-) -> Tensor:
-    """As :func:`attention_backward`, of latent attention."""
-    latent, core = saved.latent, saved.core
-    if isinstance(latent, AbsorbedSaved):
-        d_core = absorbed_output_backward(builder, context, layer, core.output, d_output)
-        if latent.up_recomputed:
-            core = replace(core, qkv=recompute_absorbed(builder, context, layer, latent, normalized))
-        d_qkv = core_backward(builder, context, saved.sizes, core, d_core)
-        return absorbed_projections_backward(builder, context, layer, latent, normalized, d_qkv)
-    assert latent is not None
-    if latent.up_recomputed:
-        core = replace(core, qkv=recompute_up_projections(builder, context, layer, latent, normalized))
-    d_qkv = core_backward(builder, context, saved.sizes, core, d_output)
-    return latent_projections_backward(builder, context, layer, latent, normalized, d_qkv)
-
-
 def _sinks(context: LoweringContext, layer: int) -> str:
     return context.module(layer, "self_attention.core_attention")
 

@@ -177,3 +177,41 @@ def test_the_page_of_long_sequences_has_fewer_gpus_now(tmp_path):
 
 def test_sources_without_a_configuration_are_left_as_they_are():
     assert configuration_of({"model": {"name": "x"}}, "unheard of").completed({"mbs": 1}) == {"mbs": 1}
+
+
+TITAN: dict[str, Any] = {
+    "source": "torchtitan-bench",
+    "table": "2025-06 async TP",
+    "gpu": "H100-96GB-HBM2e-500W",
+    "local_batch": 12,
+    "num_gpus": 64,
+    "model": {"name": "Llama 3.1 8B"},
+    "parallel": {"fsdp": 8, "tp": 8},
+    "precision": "float8 rowwise",
+    "recompute": "per-op SAC",
+    "technique": "async TP+compile",
+    "metrics": {"tokens_per_s_per_gpu": 3914.9},
+}
+
+
+@pytest.mark.parametrize(
+    ("technique", "policy"),
+    [("async TP+compile", "async-tp"), ("vanilla TP+compile", "gathered-once")],
+)
+def test_tensor_parallelism_of_torchtitan_is_asynchronous_where_its_rows_say_so(technique, policy, tmp_path):
+    found = scenario(TITAN, tmp_path, technique=technique)
+    assert (found.overlap.tp, found.parallel.sp) == (policy, True)
+    assert (found.training.recipe, found.training.recompute.keeps_products) == ("fp8-rowwise", True)
+
+
+def test_the_command_line_of_a_run_names_its_configuration(tmp_path):
+    row = {
+        **{key: value for key, value in TITAN.items() if key not in ("recompute", "precision")},
+        "table": "2025-06 Trainy H200",
+        "gpu": "H200-141GB-SXM",
+        "parallel": {"fsdp": 64},
+        "technique": "compile+float8 (all-gather float8)",
+    }
+    found = scenario(row, tmp_path)
+    assert found.training.recompute.keeps_products
+    assert (found.training.recipe, found.training.fp8_param_gather) == ("fp8-tensorwise", True)

@@ -263,6 +263,8 @@ SETTINGS: dict[str, SourceSettings] = {
         dtype="bf16",
         zero=3,
         uneven_stages=True,
+        # DTensor keeps what a linear reads as it was redistributed; rows with asynchronous tensor parallelism say so.
+        overlap={"tp": "gathered-once"},
         notes=(
             "sequences of 8,192 tokens where a row does not say: torchtitan's configurations for these models",
         ),
@@ -284,6 +286,8 @@ SETTINGS: dict[str, SourceSettings] = {
         uneven_stages=True,
         shards_over_context=True,
         cross_entropy_fusion="torch",
+        overlap={"tp": "gathered-once"},
+        eager=True,
         notes=("sequence parallelism comes with torchtitan's tensor parallelism",),
     ),
     # Megatron-MoE-ModelZoo: Megatron-Core with Transformer Engine, distributed optimizer; tables say the rest.

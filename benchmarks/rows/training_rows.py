@@ -428,8 +428,8 @@ def _overlap(
         overlap["contention"] = True
     if "no overlap of gradient" in text_at(row, "notes"):
         overlap["grad_reduce"] = False
-    if "async" in text_at(row, "technique").lower():
-        overlap["tp"] = True
+    if "async" in text_at(row, "technique").lower() and parallel["tp"] > 1:
+        overlap["tp"] = "async-tp"
     return overlap
 
 
