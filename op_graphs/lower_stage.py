@@ -342,7 +342,7 @@ class _ChunkLowering:
             context.names, chunk=self.chunk.index, phase=Phase.BACKWARD_INPUT, forward=forward
         )
         builder.deferred = [] if split else None
-        begin_backward(builder)
+        begin_backward(builder, context)
         builder.casts_weights = self.rules.gathers_by_unit
         weights = ShardedWeights(builder, self.rules, self._units(backward=True), saved.weights)
         weights.with_buckets(self.buckets)

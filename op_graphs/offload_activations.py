@@ -9,10 +9,10 @@ begins, so that beside the layer at work there is one buffer for the next (doubl
 Copies to the host and from it have a stream each. In the count of allocated memory the tensors of a layer leave the
 device when their copy has ended, those of a module when it is queued. What a backward pass needs first is copied
 beside the action before it, except where a chunk's backward follows its forward at once: there the last layer keeps
-its tensors (modules).
+its tensors (modules). Who waits for a copy to the host, and whether one back is queued ahead, is the policy of
+``overlap.offload`` (``op_graphs.overlap``); what is said here is that of ``ahead``.
 
-This file holds all rules of placement; the layers only say what they keep, where a module ends, and where its backward
-pass begins and ends.
+The layers only say what they keep, where a module ends, and where its backward pass begins and ends.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from .graph import HostCopyShape
 from .lowering_context import LoweringContext
+from .overlap.registry import COPIES
 from .program import HostGroup, ProgramBuilder, Tensor
 from .vocabulary import OpKind, Stream
 
@@ -63,8 +64,7 @@ def offload(
         builder.release(tensor, released)
     before = [group.row for group in builder.host_groups.values() if group.part == part and group.tensors]
     builder.host_groups[key] = HostGroup(part, layer, tuple(moved), size, row)
-    if plan.in_flight is not None and len(before) >= plan.in_flight:
-        builder.wait_for([*before, row][-1 - plan.in_flight])
+    COPIES.chosen(context.overlap.offload).behind_copy(builder, [*before, row], plan.in_flight)
 
 
 def _selected(builder: ProgramBuilder, context: LoweringContext, layer: int, part: str) -> bool:
@@ -93,10 +93,12 @@ def _has(context: LoweringContext, layer: int, part: str) -> bool:
 # -- backward ----------------------------------------------------------------------------------------------------
 
 
-def begin_backward(builder: ProgramBuilder) -> None:
+def begin_backward(builder: ProgramBuilder, context: LoweringContext) -> None:
     """Bring back what no layer above announces; the first rows of a backward program."""
     assert builder.forward is not None
     assert not len(builder), "these rows lie in front of all others"
+    if not COPIES.chosen(context.overlap.offload).announces:
+        return
     top: dict[str, HostGroup] = {}
     for group in builder.forward.host_groups.values():
         if group.part not in top or group.layer > top[group.part].layer:
@@ -113,7 +115,7 @@ def begin_part(builder: ProgramBuilder, context: LoweringContext, layer: int, pa
     if context.module_prefix:
         return
     if part == LAYER:
-        _announce(builder, layer, part)
+        _announce(builder, context, layer, part)
     group = _group(builder, layer, part)
     if group is None or not group.tensors:
         return
@@ -125,15 +127,16 @@ def begin_part(builder: ProgramBuilder, context: LoweringContext, layer: int, pa
 def end_part(builder: ProgramBuilder, context: LoweringContext, layer: int, part: str) -> None:
     """The backward pass of a module has ended: the same module of the layer below is brought back."""
     if not context.module_prefix:
-        _announce(builder, layer, part)
+        _announce(builder, context, layer, part)
 
 
 def _group(builder: ProgramBuilder, layer: int, part: str) -> HostGroup | None:
     return builder.forward.host_groups.get((part, layer)) if builder.forward is not None else None
 
 
-def _announce(builder: ProgramBuilder, layer: int, part: str) -> None:
-    if _group(builder, layer, part) is None:
+def _announce(builder: ProgramBuilder, context: LoweringContext, layer: int, part: str) -> None:
+    announces = COPIES.chosen(context.overlap.offload).announces
+    if not announces or _group(builder, layer, part) is None:
         return
     assert builder.forward is not None
     below = [at for of, at in builder.forward.host_groups if of == part and at < layer]

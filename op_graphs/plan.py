@@ -204,6 +204,7 @@ class OverlapPlan:
     p2p: bool | str = True
     tp: bool | str = False
     cp: bool | str = True
+    offload: bool | str = True
     ep: bool | str = True
     wgrad: bool | str = True
     contention: bool = False

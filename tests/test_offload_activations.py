@@ -380,3 +380,63 @@ def test_modules_are_counted_free_when_their_copy_is_queued_and_layers_when_it_h
             peaks[kind, link] = peak_activations(simulate(build(changes, training__num_microbatches=1)))
     assert peaks["module", 1e6] == peaks["module", 0.01]
     assert peaks["layer", 1e6] < peaks["layer", 0.01]
+
+
+# -- placement (overlap.offload) -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [{"layers": LAYERS}, {"modules": ["core_attn", "mlp_norm"]}])
+def test_policies_move_the_same_and_hide_less_and_less(kind: dict[str, Any]) -> None:
+    runs = {
+        policy: simulate(build(offloaded(link=5, in_flight=100, **kind), overlap__offload=policy))
+        for policy in ("ahead", "on-demand", "in-place")
+    }
+    sizes = [
+        sorted(run.graph.operations.bytes_read[run.graph.operations.kind == OpKind.MEMCPY].tolist())
+        for run in runs.values()
+    ]
+    assert sizes[0] == sizes[1] == sizes[2]
+    ends = [int(run.execution.end.max()) for run in runs.values()]
+    assert ends == sorted(set(ends))
+    for run in runs.values():
+        assert_nothing_leaks(run.graph)
+
+
+def test_in_place_adds_every_copy_to_the_step() -> None:
+    """One stage and one microbatch: compute stands still for as long as anything is copied."""
+    plain = simulate(build(offloaded(), training__num_microbatches=1))
+    changes = offloaded(link=0.5, modules=["core_attn", "mlp_norm"])
+    moved = simulate(build(changes, training__num_microbatches=1, overlap__offload="in-place"))
+    copies = np.isin(moved.graph.operations.stream, (Stream.COPY_TO_HOST, Stream.COPY_TO_DEVICE))
+    copied = int((moved.execution.end - moved.execution.start)[copies].sum())
+    assert int(moved.execution.end.max()) == pytest.approx(int(plain.execution.end.max()) + copied, rel=1e-3)
+
+
+def test_on_demand_asks_for_a_layer_when_its_backward_begins() -> None:
+    changes = offloaded(link=20, layers=LAYERS)
+    moved = simulate(build(changes, training__num_microbatches=1, overlap__offload="on-demand"))
+    graph, execution = moved.graph, moved.execution
+    phases = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+    backward = np.isin(graph.operations.phase, phases) & (graph.operations.stream == Stream.COMPUTE)
+    for row in rows_named(graph, "reload_layer").tolist():
+        layer = int(graph.operations.layer[row])
+        own = np.flatnonzero(backward & (graph.operations.layer == layer))
+        assert execution.end[row] <= execution.start[own].min()
+        if layer + 1 < LAYERS:
+            above = np.flatnonzero(backward & (graph.operations.layer == layer + 1))
+            assert execution.start[row] >= execution.end[above].max()
+
+
+@pytest.mark.parametrize("policy", ["on-demand", "in-place"])
+def test_nothing_comes_back_in_front_of_the_backward_pass_that_reads_it(policy: str) -> None:
+    scenario = build(
+        offloaded(modules=["core_attn"], schedule="1f1b"), parallel={"pp": 2}, overlap__offload=policy
+    )
+    graph = lower_scenario(scenario)
+    owner = np.full(len(graph.operations), -1)
+    for number, (begin, end) in enumerate(zip(graph.segments.begin, graph.segments.end, strict=True)):
+        owner[begin:end] = number
+    back = rows_named(graph, "reload_core_attn")
+    assert len(back)
+    assert (owner[back] >= 0).all()
+    assert_nothing_leaks(graph)

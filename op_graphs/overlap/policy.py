@@ -180,6 +180,24 @@ class RingPlacement(OverlapPolicy):
         """What waits for a step that was just posted, in front of the kernel on the keys that are here."""
 
 
+# -- offload to the host -------------------------------------------------------------------------------------------
+
+
+class CopyPlacement(OverlapPolicy):
+    """When activations that wait in the memory of the host go there and come back (``training.offload``)."""
+
+    announces: ClassVar[bool]
+    """Whether a layer brings back what the one below reads, and the action before a backward what it reads first; else
+    each part of a backward brings its own back when it begins."""
+
+    @abstractmethod
+    def behind_copy(self, builder: ProgramBuilder, copies: Sequence[int], in_flight: int | None) -> None:
+        """What waits for a copy to the host that was just queued.
+
+        ``copies`` are the rows of its kind so far, itself the last; ``in_flight`` how many the plan lets be under way.
+        """
+
+
 # -- pairs of a forward and a backward -----------------------------------------------------------------------------
 
 

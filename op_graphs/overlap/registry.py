@@ -11,6 +11,9 @@ from typing import Any, Generic, TypeVar
 
 from op_graphs.plan import OverlapPlan
 
+from .copies_ahead import CopiesAhead
+from .copies_in_place import CopiesInPlace
+from .copies_on_demand import CopiesOnDemand
 from .gradient_buckets import GradientBuckets
 from .gradients_after_backward import GradientsAfterBackward
 from .pairs_in_sequence import PairsInSequence
@@ -19,6 +22,7 @@ from .parameter_buckets import ParameterBuckets
 from .parameter_next_bucket import ParameterNextBucket
 from .parameters_after_step import ParametersAfterStep
 from .policy import (
+    CopyPlacement,
     GradientPlacement,
     OverlapPolicy,
     PairPlacement,
@@ -87,6 +91,11 @@ TENSOR = OverlapPoint[TensorPlacement](
     (TensorBesideWeights(), TensorInPlace(), TensorGatheredOnce(), TensorUserbuffers(), TensorAsync()),
 )
 RING = OverlapPoint[RingPlacement]("cp", "steps of ring attention", (RingUnderAttention(), RingInPlace()))
+COPIES = OverlapPoint[CopyPlacement](
+    "offload",
+    "copies of activations to the host and back",
+    (CopiesAhead(), CopiesInPlace(), CopiesOnDemand()),
+)
 PAIRS = OverlapPoint[PairPlacement](
     "ep", "exchanges of experts in pairs of a forward and a backward", (PairsTakeTurns(), PairsInSequence())
 )
@@ -96,7 +105,7 @@ WEIGHTS = OverlapPoint[WeightPlacement](
 
 OVERLAP_POINTS: dict[str, OverlapPoint[OverlapPolicy]] = {
     point.key: OverlapPoint[OverlapPolicy](point.key, point.decides, point.policies)
-    for point in (GRADIENTS, PARAMETERS, TRANSFERS, TENSOR, RING, PAIRS, WEIGHTS)
+    for point in (GRADIENTS, PARAMETERS, TRANSFERS, TENSOR, RING, COPIES, PAIRS, WEIGHTS)
 }
 """All points by their key in ``overlap``."""
 
