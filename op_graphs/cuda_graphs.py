@@ -13,7 +13,7 @@ from .model import MixerName
 
 FULL_ITERATION = "full_iteration"
 LAYER_PARTS: dict[str, str] = {
-    "attn": "the norm in front of attention, attention, and the residual behind it",
+    "attn": "the norm in front of attention or a delta rule, this, and the residual behind it",
     "mamba": "the norm in front of a state-space mixer, the mixer, and the residual behind it",
     "mlp": "the second norm and the MLP of a layer without experts, and the residual behind it",
     "moe": "all of a layer's experts, whose tokens must be padded to a capacity",
@@ -21,12 +21,18 @@ LAYER_PARTS: dict[str, str] = {
     "moe_preprocess": "what prepares the exchange of tokens",
 }
 """What can be captured, and what it covers."""
-_MIXER_PARTS: dict[MixerName, str] = {"attention": "attn", "state_space": "mamba"}
+_MIXER_PARTS: dict[MixerName, str] = {"state_space": "mamba"}
+"""Parts of mixers that are no attention module to Megatron-Core."""
 
 
 def captures_mixer(context: LoweringContext, mixer: MixerName) -> bool:
     """Whether the mixers of layers of a kind are captured."""
-    return _MIXER_PARTS[mixer] in context.training.cuda_graphs
+    return mixer_part(mixer) in context.training.cuda_graphs
+
+
+def mixer_part(mixer: MixerName) -> str:
+    """The part that covers a kind of mixer."""
+    return _MIXER_PARTS.get(mixer, "attn")
 
 
 def captures_mlp(context: LoweringContext, layer: int) -> bool:

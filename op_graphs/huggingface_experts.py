@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .huggingface_dense import llama_family, qwen_window
@@ -82,7 +83,8 @@ def _qwen2_moe(keys: Keys) -> dict[str, Any]:
     default = None if "num_key_value_heads" in keys else 16
     fields = llama_family(keys, kv_heads=default) | {"qkv_bias": keys.switch("qkv_bias", True)}
     shared = keys.size("shared_expert_intermediate_size", 5632)
-    return _qwen_experts(keys, fields, {"shared_ffn_size": shared, "shared_gate": True})
+    experts = qwen_experts(keys, fields["layers"], {"shared_ffn_size": shared, "shared_gate": True})
+    return fields | experts | qwen_window(keys, fields["layers"])
 
 
 def _qwen3_moe(keys: Keys) -> dict[str, Any]:
@@ -93,24 +95,27 @@ def _qwen3_moe(keys: Keys) -> dict[str, Any]:
         "attention_output_bias": bias,
         "qk_norm": True,
     }
-    return _qwen_experts(keys, fields, {})
+    return fields | qwen_experts(keys, fields["layers"], {}) | qwen_window(keys, fields["layers"])
 
 
-def _qwen_experts(keys: Keys, fields: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    step, layers = keys.size("decoder_sparse_step", 1), fields["layers"]
+def qwen_experts(
+    keys: Keys, layers: int, shared: dict[str, Any], defaults: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Experts of a Qwen model, and the layers that have none; keys without a default are required."""
+    step, known = keys.size("decoder_sparse_step", 1), defaults or {}
     moe = MixtureOfExperts(
-        experts=keys.size("num_experts"),
-        top_k=keys.size("num_experts_per_tok"),
-        expert_ffn_size=keys.size("moe_intermediate_size"),
+        experts=keys.size("num_experts", known.get("num_experts")),
+        top_k=keys.size("num_experts_per_tok", known.get("num_experts_per_tok")),
+        expert_ffn_size=keys.size("moe_intermediate_size", known.get("moe_intermediate_size")),
         layer_frequency=step,
         layer_offset=step - 1,
-        normalize_top_k=keys.switch("norm_topk_prob", False),
+        normalize_top_k=keys.switch("norm_topk_prob", bool(known)),
         aux_loss=keys.positive("router_aux_loss_coef", 0.001),
         **shared,
     )
     dense = keys.layer_numbers("mlp_only_layers", layers) or []
     overrides = tuple(LayerOverride(layer, layer, moe=False) for layer in dense)
-    return fields | {"moe": moe, "layer_overrides": overrides} | qwen_window(keys, layers)
+    return {"moe": moe, "layer_overrides": overrides}
 
 
 def _gpt_oss(keys: Keys) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""Hybrid decoders from Hugging Face configurations: Nemotron-H and Nemotron 3."""
+"""Hybrid decoders from Hugging Face configurations: Nemotron-H, Nemotron 3 and Qwen3-Next."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .huggingface_keys import Keys, Reader
-from .model import MixtureOfExperts, StateSpace
+from .huggingface_experts import qwen_experts
+from .huggingface_keys import Keys, Reader, shortest_period
+from .model import GatedDeltaNet, MixtureOfExperts, StateSpace
 from .model_checks import MOST_LAYERS, shown
 
 _LETTERS = {
@@ -105,4 +106,59 @@ def _pattern(keys: Keys, listed: str, written: str) -> str:
     return ""
 
 
-HYBRID_READERS: dict[str, Reader] = {"nemotron_h": _nemotron_h}
+def _qwen3_next(keys: Keys) -> dict[str, Any]:
+    """Keys and defaults of ``Qwen3NextConfig``."""
+    layers, bias = keys.size("num_hidden_layers", 48, limit=MOST_LAYERS), keys.switch("attention_bias", False)
+    pattern = _qwen3_next_mixers(keys, layers)
+    fields: dict[str, Any] = {
+        "layers": layers,
+        "mixer_pattern": pattern,
+        "hidden_size": keys.size("hidden_size", 2048),
+        "ffn_size": keys.size("intermediate_size", 5632),
+        "heads": keys.size("num_attention_heads", 16),
+        "kv_heads": keys.size("num_key_value_heads", 2),
+        "head_size": keys.size("head_dim", 256),
+        "vocab_size": keys.size("vocab_size", 151936),
+        "activation": keys.activation("hidden_act", "silu", gated=True),
+        "norm": "rmsnorm",
+        "positions": "rotary",
+        "qk_norm": True,
+        "attention_output_gate": True,
+        "qkv_bias": bias,
+        "attention_output_bias": bias,
+        "tied_embeddings": keys.switch("tie_word_embeddings", False),
+        "attention_dropout": keys.dropout("attention_dropout", 0.0),
+    }
+    if "G" in pattern:
+        fields["delta_net"] = GatedDeltaNet(
+            key_heads=keys.size("linear_num_key_heads", 16),
+            value_heads=keys.size("linear_num_value_heads", 32),
+            key_head_size=keys.size("linear_key_head_dim", 128),
+            value_head_size=keys.size("linear_value_head_dim", 128),
+            conv_width=keys.size("linear_conv_kernel_dim", 4),
+        )
+    shared = keys.size("shared_expert_intermediate_size", 512)
+    defaults = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
+    gate = {"shared_ffn_size": shared, "shared_gate": True}
+    return fields | qwen_experts(keys, layers, gate, defaults)
+
+
+def _qwen3_next_mixers(keys: Keys, layers: int) -> str:
+    """Letters of mixers from ``layer_types``; without it every ``full_attention_interval``-th is attention."""
+    words, letters = keys.raw("layer_types"), {"linear_attention": "G", "full_attention": "*"}
+    interval = keys.size("full_attention_interval", 4)
+    if words is None:
+        words = [
+            "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)
+        ]
+    if not isinstance(words, list) or len(words) != layers or any(word not in letters for word in words):
+        keys.refuse(
+            "layer_types",
+            words,
+            f"must be a list of {' or '.join(letters)} for each of {layers} layers",
+        )
+        return "*"
+    return shortest_period("".join(letters[word] for word in words))
+
+
+HYBRID_READERS: dict[str, Reader] = {"nemotron_h": _nemotron_h, "qwen3_next": _qwen3_next}

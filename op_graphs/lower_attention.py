@@ -34,7 +34,7 @@ from .lower_linear import (
 from .lower_quantization import ATTENTION_OUTPUT_BYTES, restore, store
 from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
-from .vocabulary import Phase
+from .vocabulary import OpKind, Phase
 
 
 @dataclass
@@ -50,6 +50,8 @@ class AttentionSaved:
     """Queries and keys in front of their norm, where the model has one."""
     repeated: Tensor | None = None
     """What keys and values take more where they are repeated for all heads."""
+    gate: Tensor | None = None
+    """Gate of the output, where the model has one; ``output`` is behind it."""
 
 
 def attention_forward(
@@ -72,6 +74,9 @@ def attention_forward(
             builder, context, layer, sizes, normalized, keep_input=keep_input
         )
     repeated = _repeat_heads(builder, context, sizes) if latent is None else None
+    gate: Tensor | None = None
+    if context.model.attention_output_gate:
+        gate = builder.activation("attention_gate", sizes.output_bytes, builder.last_row)
     core, output = core_forward(builder, context, sizes, qkv)
     if keys is not None:
         builder.release(keys, builder.end_row)
@@ -91,7 +96,56 @@ def attention_forward(
         builder.release(before_norm, builder.last_row)
     elif before_norm is not None:
         builder.forget_unless_kept(before_norm, builder.last_row)
-    return AttentionSaved(sizes, core, output, latent, before_norm, repeated)
+    if gate is not None:
+        output = _gated(builder, context, sizes, core.output, gate)
+    return AttentionSaved(sizes, core, output, latent, before_norm, repeated, gate)
+
+
+def _gated(
+    builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes, output: Tensor, gate: Tensor
+) -> Tensor:
+    """The output times the sigmoid of its gate."""
+    size = sizes.output_bytes
+    row = builder.memory_bound(
+        "attention_output_gate", OpKind.ELEMENTWISE, read=2 * size, written=size, dtype=context.dtype
+    )
+    for tensor in (output, gate):
+        builder.forget_unless_kept(tensor, row)
+    return builder.activation("gated_attention_output", size, row)
+
+
+def _gate_backward(
+    builder: ProgramBuilder, context: LoweringContext, saved: AttentionSaved, d_output: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the output in front of its gate, and of the gate."""
+    assert saved.gate is not None
+    size = saved.sizes.output_bytes
+    row = builder.memory_bound(
+        "attention_output_gate_backward",
+        OpKind.ELEMENTWISE,
+        read=3 * size,
+        written=2 * size,
+        dtype=context.dtype,
+    )
+    builder.release(d_output, row)
+    builder.release(saved.gate, row)
+    return (
+        builder.temporary("attention_output_gradient", size, row),
+        builder.temporary("attention_gate_gradient", size, row),
+    )
+
+
+def _joined_gradient(
+    builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes, d_qkv: Tensor, d_gate: Tensor
+) -> Tensor:
+    """Gradients of q, k, v and of the gate as the one tensor that the projection made."""
+    size = sizes.qkv_bytes + sizes.output_bytes
+    row = builder.memory_bound(
+        "qkv_gate_gradient", OpKind.MEMCPY, read=size, written=size, access="strided", dtype=context.dtype
+    )
+    builder.release(d_qkv, row)
+    builder.release(d_gate, row)
+    return builder.temporary("qkv_gradient", size, row)
 
 
 def stored_attention(
@@ -146,6 +200,9 @@ def attention_backward(
     """Emit the backward pass from the gradient of the projection's input to that of the norm's output."""
     if saved.latent is not None:
         return _latent_backward(builder, context, layer, saved, normalized, d_output)
+    d_gate: Tensor | None = None
+    if saved.gate is not None:
+        d_output, d_gate = _gate_backward(builder, context, saved, d_output)
     again_rotated: Tensor | None = None
     keys: Tensor | None = None
     again = context.training.recompute.keeps_products
@@ -182,6 +239,8 @@ def attention_backward(
             builder.gradient_rows[context.module(layer, "self_attention.q_layernorm")] = row
         if not again:
             builder.release(saved.before_norm, row)
+    if d_gate is not None:
+        d_qkv = _joined_gradient(builder, context, saved.sizes, d_qkv, d_gate)
     linear = layer_linear(context, layer, "qkv")
     gradient = column_parallel_backward(builder, context, linear, normalized, d_qkv)
     pointwise.input_gradients(builder, context, products=3)

@@ -132,8 +132,9 @@ class LoweringContext:
 
     @property
     def local_qkv_size(self) -> int:
-        """Outputs of the fused query, key and value projection on this rank."""
-        return self.local_query_size + 2 * self.local_kv_size
+        """Outputs of the fused query, key and value projection on this rank, and of the output's gate."""
+        gate = self.local_query_size if self.model.attention_output_gate else 0
+        return self.local_query_size + gate + 2 * self.local_kv_size
 
     @property
     def local_ffn_size(self) -> int:

@@ -18,8 +18,8 @@ Positions = Literal["rotary", "learned", "none"]
 WindowKind = Literal["sliding", "chunked"]
 RouterScore = Literal["softmax", "sigmoid"]
 DropPolicy = Literal["probs", "position"]
-MixerName = Literal["attention", "state_space"]
-MIXER_LETTERS: dict[str, MixerName] = {"*": "attention", "M": "state_space"}
+MixerName = Literal["attention", "state_space", "delta_net"]
+MIXER_LETTERS: dict[str, MixerName] = {"*": "attention", "M": "state_space", "G": "delta_net"}
 """Letters of patterns for what mixes tokens (``op_graphs.mixers``)."""
 MLP_LETTER, EXPERTS_LETTER = "-", "E"
 
@@ -130,6 +130,32 @@ class StateSpace:
     def projection_size(self) -> int:
         """Outputs of the projection in front: gate, channels of the convolution, and a step size for each head."""
         return self.inner_size + self.conv_channels + self.heads
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """Gated DeltaNet layers (Yang et al. 2024, arXiv:2412.06464), as Megatron-Core's ``GatedDeltaNet``."""
+
+    key_heads: int
+    value_heads: int
+    key_head_size: int = 128
+    value_head_size: int = 128
+    conv_width: int = 4
+
+    @property
+    def value_size(self) -> int:
+        """Elements of the values of a token, and of its gate."""
+        return self.value_heads * self.value_head_size
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_head_size + self.value_size
+
+    @property
+    def projection_size(self) -> int:
+        """Outputs of the projection in front: channels, gate, and step size and decay of each value head."""
+        return self.conv_channels + self.value_size + 2 * self.value_heads
 
 
 @dataclass(frozen=True)
@@ -265,6 +291,9 @@ class ModelDescription:
     """False: layers without window have no rotary positions and no norm of queries and keys (Llama 4)."""
     attention_sinks: bool = False
     """Whether each head has a learned logit beside the scores (gpt-oss)."""
+    attention_output_gate: bool = False
+    """Whether the output of attention is multiplied by the sigmoid of a gate, which the projection of queries, keys and
+    values makes beside them (Qwen3-Next)."""
     qk_norm_weight: bool = True
     """Whether the norm of queries and keys has a weight (Llama 4: no)."""
     head_bias: bool = False
@@ -274,8 +303,9 @@ class ModelDescription:
     mtp_layers: int = 0
     """Multi-token prediction heads behind the last layer (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
     layer_pattern: str = ""
-    """What each layer is, a letter a layer: one part and no more. ``M`` state space, ``*`` attention, ``-`` MLP, ``E``
-    experts (Megatron-LM ``--hybrid-layer-pattern``). Empty: every layer has a mixer and an MLP or experts."""
+    """What each layer is, a letter a layer: one part and no more. ``M`` state space, ``G`` Gated DeltaNet, ``*``
+    attention, ``-`` MLP, ``E`` experts (Megatron-LM ``--hybrid-layer-pattern``). Empty: every layer has a mixer and an
+    MLP or experts."""
     mixer_pattern: str = "*"
     """Of layers that have both: a letter a layer for the mixer, repeated over the layers."""
     mtp_pattern: str = ""
@@ -283,6 +313,7 @@ class ModelDescription:
     mtp_repeated: bool = False
     """Whether all prediction heads are one, applied again and again (Megatron-LM ``--mtp-use-repeated-layer``)."""
     state_space: StateSpace | None = None
+    delta_net: GatedDeltaNet | None = None
     layer_overrides: tuple[LayerOverride, ...] = ()
     patches: PatchInput | None = None
     vision: VisionEncoder | None = None

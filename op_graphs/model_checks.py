@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .model import ModelError
 
@@ -47,10 +47,11 @@ def pattern_problem(value: object) -> str:
     return f"must be letters w (window) and f (full attention), one a layer, not {shown(value)}"
 
 
-def layers_problem(letters: str, what: str, *, empty: bool = True) -> Callable[[object], str]:
-    """A check of a pattern of layers written in ``letters``, whose meanings ``what`` gives."""
+def layers_problem(letters: Mapping[str, str], *, empty: bool = True) -> Callable[[object], str]:
+    """A check of a pattern of layers written in ``letters``, by what they mean; more may come to them later."""
 
     def problem(value: object) -> str:
+        what = ", ".join(f"{letter} {meaning.replace('_', ' ')}" for letter, meaning in letters.items())
         if isinstance(value, str) and (value or empty) and len(value) <= MOST_LAYERS:
             wrong = next((at for at, letter in enumerate(value) if letter not in letters), None)
             if wrong is None:

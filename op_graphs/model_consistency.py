@@ -20,6 +20,7 @@ def inconsistencies(model: ModelDescription) -> list[str]:
         _vocabulary,
         _latent_attention,
         _state_space,
+        _delta_net,
         _experts,
         _windows,
         _overrides,
@@ -56,11 +57,13 @@ def _patterns(model: ModelDescription) -> Iterator[str]:
     if model.mtp_repeated and model.mtp_layers < 2:
         yield f"mtp_repeated: true, but there are {model.mtp_layers} prediction heads; leave it out, or give 2"
     letters = set(pattern or model.mixer_pattern) | set(heads)
-    for letter, field, part in (("M", "state_space", model.state_space), ("E", "moe", model.moe)):
+    mixers = (("M", "state_space", model.state_space), ("G", "delta_net", model.delta_net))
+    for letter, field, part in (*mixers, ("E", "moe", model.moe)):
         if letter in letters and part is None:
             yield f"{field}: is missing; a pattern has layers of it ({letter})"
-    if model.state_space is not None and "M" not in letters:
-        yield "state_space: no layer is of it; give layer_pattern or mixer_pattern with M"
+    for letter, field, part in mixers:
+        if part is not None and letter not in letters:
+            yield f"{field}: no layer is of it; give layer_pattern or mixer_pattern with {letter}"
     if pattern and model.moe is not None and "E" not in letters:
         yield "moe: layer_pattern has no layer with experts; write E for each, or leave moe out"
 
@@ -74,6 +77,17 @@ def _state_space(model: ModelDescription) -> Iterator[str]:
         yield f"state_space.groups: {space.groups} does not divide the {space.heads} heads; nearest: {near}"
     if not model.causal or model.patches is not None:
         yield "state_space: its scan goes one way; set causal: true"
+
+
+def _delta_net(model: ModelDescription) -> Iterator[str]:
+    net = model.delta_net
+    if net is None:
+        return
+    if net.value_heads % net.key_heads:
+        near = max(d for d in range(1, min(net.key_heads, net.value_heads) + 1) if net.value_heads % d == 0)
+        yield f"delta_net.key_heads: {net.key_heads} does not divide the {net.value_heads} value heads; nearest: {near}"
+    if not model.causal or model.patches is not None:
+        yield "delta_net: its rule goes one way; set causal: true"
 
 
 def _vocabulary(model: ModelDescription) -> Iterator[str]:
@@ -101,6 +115,8 @@ def _latent_attention(model: ModelDescription) -> Iterator[str]:
             "latent_attention.qk_rope_head_size: rotary positions turn pairs of elements, "
             f"{latent.qk_rope_head_size} is odd"
         )
+    if model.attention_output_gate:
+        yield "attention_output_gate: latent attention has no gate here; leave it false"
     if model.qk_norm:
         yield "qk_norm: latent attention normalises the compressed queries and keys, not the heads; leave it false"
 

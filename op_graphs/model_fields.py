@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from .model import (
+    EXPERTS_LETTER,
+    MIXER_LETTERS,
+    MLP_LETTER,
     Activation,
     DropPolicy,
+    GatedDeltaNet,
     LatentAttention,
     LayerOverride,
     MixtureOfExperts,
@@ -75,8 +80,9 @@ def _source_problem(value: object) -> str:
 
 
 _LARGEST_IMAGE = 1 << 16
-_MIXERS = "* attention, M state space"
-_ONE_PART_LAYERS = layers_problem("*M-E", f"{_MIXERS}, - MLP, E experts")
+_ONE_PART_LAYERS = layers_problem(
+    ChainMap({MLP_LETTER: "MLP", EXPERTS_LETTER: "experts"}, cast("dict[str, str]", MIXER_LETTERS))
+)
 RULES: dict[type, dict[str, Check | Part]] = {
     ModelDescription: {
         "name": text_problem,
@@ -105,6 +111,7 @@ RULES: dict[type, dict[str, Check | Part]] = {
         "window_pattern": pattern_problem,
         "rotary_on_full_attention": switch_problem,
         "attention_sinks": switch_problem,
+        "attention_output_gate": switch_problem,
         "qk_norm_weight": switch_problem,
         "head_bias": switch_problem,
         "moe": Part(MixtureOfExperts),
@@ -113,8 +120,9 @@ RULES: dict[type, dict[str, Check | Part]] = {
         "mtp_pattern": _ONE_PART_LAYERS,
         "mtp_repeated": switch_problem,
         "layer_pattern": _ONE_PART_LAYERS,
-        "mixer_pattern": layers_problem("*M", _MIXERS, empty=False),
+        "mixer_pattern": layers_problem(MIXER_LETTERS, empty=False),
         "state_space": Part(StateSpace),
+        "delta_net": Part(GatedDeltaNet),
         "layer_overrides": Part(LayerOverride),
         "patches": Part(PatchInput),
         "vision": Part(VisionEncoder),
@@ -158,6 +166,13 @@ RULES: dict[type, dict[str, Check | Part]] = {
         "groups": _whole(1, 1_000_000),
         "conv_width": _whole(1, 64),
         "chunk_size": _whole(1, 1 << 16),
+    },
+    GatedDeltaNet: {
+        "key_heads": _whole(1, 1_000_000),
+        "value_heads": _whole(1, 1_000_000),
+        "key_head_size": _whole(1, 1 << 16),
+        "value_head_size": _whole(1, 1 << 16),
+        "conv_width": _whole(1, 64),
     },
     LayerOverride: {
         "first": _whole(0, MOST_LAYERS - 1),

@@ -22,6 +22,7 @@ LATENT = {
     "v_head_size": 16,
 }
 SPACE = {"heads": 16, "head_size": 16, "state_size": 16, "groups": 16, "chunk_size": 16}
+DELTA = {"key_heads": 8, "value_heads": 16, "key_head_size": 16, "value_head_size": 16}
 EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn_size": 64, "aux_loss": True}
 CAPACITY: list[Any] = [
     {},
@@ -74,6 +75,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         model["latent_attention"] = {**LATENT, "q_lora_rank": draw(st.sampled_from([0, 32]))}
     else:
         model |= {"kv_heads": draw(st.sampled_from([4, 8])), "head_size": 16, "qk_norm": draw(st.booleans())}
+        model["attention_output_gate"] = draw(st.integers(0, 3)) == 0
         if draw(st.integers(0, 3)) == 0:
             model |= {"window": 16, "window_pattern": "wf"}
     if draw(st.booleans()):
@@ -92,6 +94,8 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         model |= {"layer_pattern": pattern, "state_space": SPACE}
         if model["mtp_layers"]:
             model |= {"mtp_pattern": "*-"}
+    elif kind == 2:
+        model |= {"mixer_pattern": draw(st.sampled_from(["G", "G*"])), "delta_net": DELTA}
     return model
 
 

@@ -73,7 +73,7 @@ def test_the_older_pattern_gives_the_same_model():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hybrid-layer-pattern": "M-MD|M"}, "'D' is no layer that is simulated; known are M, *, -, E"),
+        ({"hybrid-layer-pattern": "M-MD|M"}, "'D' is no layer that is simulated; known are M, G, *, -, E"),
         (
             {"hybrid-layer-pattern": "M-|M-|M*"},
             "has 3 stages, which --pipeline-model-parallel-size 2 does not divide",

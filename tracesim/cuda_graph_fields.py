@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from op_graphs.cuda_graphs import FULL_ITERATION, LAYER_PARTS
+from op_graphs.cuda_graphs import FULL_ITERATION, LAYER_PARTS, mixer_part
 from op_graphs.model import ModelDescription
 from op_graphs.plan import TrainingPlan
 
@@ -80,10 +80,10 @@ def _impossible(model: ModelDescription | None, training: TrainingPlan) -> Mappi
         found["moe_router"] = "belongs to the experts that are recomputed; leave one of the two out"
     if model is None:
         return found
-    mixers = {model.mixer(layer) for layer in range(model.layers)}
-    if "state_space" not in mixers:
+    captured = {mixer_part(mixer) for layer in range(model.layers) if (mixer := model.mixer(layer))}
+    if "mamba" not in captured:
         found["mamba"] = f"{model.name} has no state-space layers"
-    if "attention" not in mixers:
+    if "attn" not in captured:
         found["attn"] = f"{model.name} has no attention"
     if model.moe is None:
         found |= dict.fromkeys(("moe", "moe_router", "moe_preprocess"), f"{model.name} has no experts")

@@ -111,11 +111,11 @@ def check_lora(
     unplaced = [
         name
         for name, has in (
-            ("layers of one part", bool(model.layer_pattern)),
-            ("state spaces", model.state_space is not None),
             ("experts", model.moe is not None),
             ("latent attention", model.latent_attention is not None),
-            ("state-space layers", any(model.mixer(n) == "state_space" for n in range(model.layers))),
+            ("gated attention", model.attention_output_gate),
+            ("state-space layers", model.state_space is not None),
+            ("delta-rule layers", model.delta_net is not None),
             ("layers of one part", bool(model.layer_pattern)),
             ("heads for multi-token prediction", model.mtp_layers > 0),
             ("a vision encoder", model.vision is not None),

@@ -252,7 +252,7 @@ def check_sharding(parallel: ParallelPlan, problems: Problems) -> None:
 def check_recompute(model: ModelDescription, training: TrainingPlan, problems: Problems) -> None:
     """Note recompute modules the model does not have."""
     if training.recompute.keeps_products and problems.sound("training.recompute"):
-        if model.layer_pattern or model.state_space is not None:
+        if model.layer_pattern or model.state_space or model.delta_net or model.attention_output_gate:
             problems.note(
                 "training.recompute.keep",
                 f"knows layers of attention and an MLP, {model.name} has others; use modules",

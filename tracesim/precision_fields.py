@@ -106,7 +106,7 @@ def check_precision(
     if training.fp8_dispatch:
         _check_dispatch(dtype, model, parallel, problems)
     if training.fp8_storage:
-        _check_storage(dtype, parallel, training, problems)
+        _check_storage(dtype, model, parallel, training, problems)
     if training.router_padding:
         _check_router_padding(dtype, model, parallel, problems)
     if (
@@ -212,7 +212,13 @@ def _fills_capacity(moe: MixtureOfExperts) -> bool:
     return moe.capacity_factor is not None and moe.pad_to_capacity
 
 
-def _check_storage(dtype: str, parallel: ParallelPlan, training: TrainingPlan, problems: Problems) -> None:
+def _check_storage(
+    dtype: str,
+    model: ModelDescription | None,
+    parallel: ParallelPlan,
+    training: TrainingPlan,
+    problems: Problems,
+) -> None:
     path = "training.fp8_storage"
     if dtype != "fp8-blockwise":
         problems.add(path, True, f"needs block scales, dtype is {dtype}; set dtype: fp8-blockwise")
@@ -224,6 +230,10 @@ def _check_storage(dtype: str, parallel: ParallelPlan, training: TrainingPlan, p
         )
     elif (training.offload.modules or training.offload.layers) and problems.sound("training.offload"):
         problems.add(path, True, "keeps activations on the device; leave out offload of modules or layers")
+    elif model is not None and model.attention_output_gate and problems.sound("model"):
+        problems.add(
+            path, True, f"knows attention without a gate behind it, {model.name} has one; leave it out"
+        )
 
 
 def _check_rowwise(dtype: str, model: ModelDescription, problems: Problems) -> None:

@@ -69,6 +69,7 @@ PRESETS = {
     "gptoss120b": "gpt-oss-120b",
     "moonlight16b": "moonlight-16b-a3b",
     "nemotron3nano": "nemotron3-nano-30b-a3b",
+    "qwen3next80ba3b": "qwen3-next-80b-a3b",
     "nemotron3super": "nemotron3-super-120b-a12b",
     "llama370bsft": "llama3-70b",
     "mixtral8x22b": "mixtral-8x22b",

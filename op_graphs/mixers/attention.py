@@ -105,7 +105,8 @@ class Attention(Mixer):
         """Projections of queries, keys and values, and the one behind."""
         hidden, latent = model.hidden_size, model.latent_attention
         if latent is None:
-            return hidden * (2 * model.query_size + 2 * model.kv_size)
+            queries = 3 if model.attention_output_gate else 2
+            return hidden * (queries * model.query_size + 2 * model.kv_size)
         norm = 1 if convention == "megatron" else 0
         rank = latent.q_lora_rank
         query = rank * (hidden + model.query_size + norm) if rank else hidden * model.query_size
@@ -166,7 +167,8 @@ def _projection_backward(
 def _parameters(cuts: TensorCuts, path: str, layer: int) -> list[ParameterTensor]:
     model, hidden, head = cuts.model, cuts.model.hidden_size, cuts.model.head_size
     query = model.query_size // cuts.tp
-    qkv = query + 2 * local_kv_heads(model, cuts.tp) * head
+    gate = query if model.attention_output_gate else 0
+    qkv = query + gate + 2 * local_kv_heads(model, cuts.tp) * head
     tensors = cuts.column(f"{path}.linear_qkv", layer, qkv, hidden, model.qkv_bias)
     if model.has_qk_norm(layer) and model.qk_norm_weight:
         for name in ("q_layernorm", "k_layernorm"):

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .arguments import Arguments
+from .delta_net_arguments import delta_net_sizes
 
-_LETTERS = "M*-E"
+_LETTERS = "MG*-E"
 _SPECS = ("mamba_stack_spec", "hybrid_stack_spec")
 
 
@@ -150,4 +151,6 @@ def hybrid_fields(arguments: Arguments, hybrid: HybridLayers, hidden: int) -> Ma
     }
     if "M" in hybrid.pattern + hybrid.head:
         fields["state_space"] = space
+    if "G" in hybrid.pattern + hybrid.head:
+        fields["delta_net"] = delta_net_sizes(arguments)
     return fields

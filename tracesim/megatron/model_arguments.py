@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from .arguments import Arguments
+from .delta_net_arguments import delta_net_fields
 from .hybrid_arguments import HybridLayers, hybrid_fields
 
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
@@ -47,6 +48,7 @@ def model_mapping(
         "attention_output_bias": biased,
         "mlp_bias": biased,
         "qk_norm": arguments.flag("qk-layernorm"),
+        "attention_output_gate": arguments.flag("attention-output-gate"),
         "tied_embeddings": not arguments.flag("untie-embeddings-and-output-weights"),
         "hidden_dropout": arguments.number("hidden-dropout", 0.1),
         "attention_dropout": arguments.number("attention-dropout", 0.1),
@@ -68,7 +70,7 @@ def model_mapping(
             arguments.get("moe-layer-freq")
     if hybrid is not None:
         model |= hybrid_fields(arguments, hybrid, hidden)
-    return model
+    return model | delta_net_fields(arguments, layers)
 
 
 def _activation(arguments: Arguments, *, gated: bool, is_bert: bool) -> str:
