@@ -215,3 +215,42 @@ def test_the_command_line_of_a_run_names_its_configuration(tmp_path):
     found = scenario(row, tmp_path)
     assert found.training.recompute.keeps_products
     assert (found.training.recipe, found.training.fp8_param_gather) == ("fp8-tensorwise", True)
+
+
+FMS: dict[str, Any] = {
+    "source": "fms-fsdp",
+    "table": "README",
+    "gpu": "A100-80GB-SXM",
+    "local_batch": 2,
+    "num_gpus": 128,
+    "model": {"name": "Llama 2 70b", "seq": 4096},
+    "parallel": {"fsdp": "FSDP"},
+    "precision": "bf16",
+    "recompute": "Selective AC",
+    "metrics": {"hfu": 0.74, "mfu": 0.55, "tokens_per_s_per_gpu": 410},
+}
+
+
+def test_the_part_of_layers_that_fms_recomputes_follows_from_its_utilisations(tmp_path):
+    # 0.74 / 0.55 is 4 / 3: a whole forward pass more; 0.69 / 0.61 is about a third of one.
+    assert scenario(FMS, tmp_path).training.recompute.mode == "full"
+    metrics = {**FMS["metrics"], "hfu": 0.69, "mfu": 0.61}
+    assert "leave 0.34 to 0.45" in refusal(FMS, tmp_path, metrics=metrics)
+
+
+@pytest.mark.parametrize(
+    ("text", "fraction", "overlap"),
+    [("optimizer 50%, no overlap", 0.5, False), ("optimizer 100%, overlap", 1.0, True)],
+)
+def test_offload_of_a_part_of_the_optimizer(text, fraction, overlap, tmp_path):
+    offload = scenario({**TITAN, "precision": "bf16"}, tmp_path, offload=text).training.offload
+    assert (offload.optimizer, offload.optimizer_overlap) == (fraction, overlap)
+    assert "is not expressed" in refusal(TITAN, tmp_path, offload="everything")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [("nnscaler", "times single kernels"), ("torchtitan-issue-773", "which GPU it ran on is not stated")],
+)
+def test_rows_that_are_no_steps_of_a_known_machine(source, reason, tmp_path):
+    assert reason in refusal(FMS, tmp_path, source=source, table="grouped GEMM kernel timing")

@@ -211,6 +211,48 @@ def _check_transport(row: Section) -> None:
         )
 
 
+# -- fms-fsdp --------------------------------------------------------------------------------------------------------
+
+
+def _fms(row: Section) -> Configuration:
+    """fms_fsdp/policies/ac_handler.py recomputes a part of the layers, ``selective_checkpointing``.
+
+    The table does not say which, but gives MFU and HFU: they differ by that part of a third forward pass.
+    """
+    if text_at(row, "recompute") != "Selective AC":
+        return Configuration()
+    metrics = mapping_at(row, "metrics")
+    mfu, hfu = number_at(metrics, "mfu"), number_at(metrics, "hfu")
+    if mfu is None or hfu is None:
+        return Configuration()
+    low, high = (3 * ((hfu - off) / (mfu + off) - 1) for off in (_ROUNDING, -_ROUNDING))
+    if not low <= 1 <= high:
+        raise RowSkippedError(
+            f"which part of the layers it recomputes is not stated; its HFU and MFU leave {low:.2f} to {high:.2f}"
+        )
+    return Configuration(
+        row={"recompute": "full"},
+        notes=("that every layer is recomputed follows from the row's HFU and MFU",),
+    )
+
+
+_ROUNDING = 0.005
+"""Half of the last digit that the table prints."""
+
+
+# -- sources whose rows are no steps, or name no machine --------------------------------------------------------------
+
+
+def _kernels(row: Section) -> Configuration:
+    if "kernel timing" in text_at(row, "table"):
+        raise RowSkippedError("it times single kernels, not a step")
+    return Configuration()
+
+
+def _unnamed_gpu(row: Section) -> Configuration:
+    raise RowSkippedError("which GPU it ran on is not stated")
+
+
 # -- Megatron-LM -----------------------------------------------------------------------------------------------------
 
 _TABLE_1 = {"1.7B": (16, 1), "7.5B": (16, 1), "39.1B": (4, 1), "76.1B": (2, 3), "310.1B": (1, 2)}
@@ -256,5 +298,8 @@ _CONFIGURATIONS: dict[str, Callable[[Section], Configuration]] = {
     "torchtitan-bench": _torchtitan,
     "ccl-bench": _ccl_bench,
     "megatron-sc21": _sc21,
+    "fms-fsdp": _fms,
+    "nnscaler": _kernels,
+    "torchtitan-issue-773": _unnamed_gpu,
     "nemo-longseq": _longseq,
 }

@@ -278,6 +278,8 @@ SETTINGS: dict[str, SourceSettings] = {
         cross_entropy_fusion="torch",
     ),
     "nemo-automodel": SourceSettings(attention="flash", uneven_stages=True),
+    # Megatron-LM of 2023 with --use-flash-attn and --use-distributed-optimizer (the tool's README).
+    "megatron-pr482": SourceSettings(zero=1, attention="flash-2", transformer_engine=False, recompute="none"),
     # CCL-Bench: torchtitan on Perlmutter; the rest is in the TOML files beside the traces (``configurations``).
     "ccl-bench": SourceSettings(
         attention="flash-2",

@@ -109,8 +109,7 @@ def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
         raise RowSkippedError(
             f"runs of {framework or 'an unnamed framework'} differ from a plain Megatron-LM run"
         )
-    if row.get("offload") not in (None, "none", "activation CPU offload False", "optimizer off"):
-        raise RowSkippedError(f"offload {row['offload']!r} is not expressed")
+    offload = _offload(row)
     if "packed" in text_at(row, "notes"):
         raise RowSkippedError("the lengths of its packed sequences are not stated")
     configuration = configuration_of(row, source)
@@ -119,7 +118,7 @@ def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
         raise RowSkippedError("where its low-rank adapters are, and of which rank, is not stated")
     model = model_of(row, settings)
     parallel = _parallel(row, settings)
-    training = _training(row, parallel, settings)
+    training = {**_training(row, parallel, settings), "offload": offload}
     mapping = {
         "name": re.sub(r"[/\\]", ":", label),
         "model": model,
@@ -313,6 +312,17 @@ def _training(
     if row.get("local_batch") is not None:
         _cut_into_microbatches(training, parallel)
     return training
+
+
+def _offload(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What is kept on the host: ``optimizer 50%, no overlap``; None for nothing."""
+    text = row.get("offload")
+    if text in (None, "none", "activation CPU offload False", "optimizer off"):
+        return None
+    found = re.fullmatch(r"optimizer (\d+)%(, (no )?overlap)?", str(text))
+    if found is None:
+        raise RowSkippedError(f"offload {text!r} is not expressed")
+    return {"optimizer": int(found.group(1)) / 100, "optimizer_overlap": found.group(3) is None}
 
 
 def _precision_text(row: Mapping[str, Any]) -> str:
