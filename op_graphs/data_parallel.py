@@ -147,7 +147,10 @@ class DataParallelism:
         if self.zero == 3:
             # The sharded parameter is the fp32 master; computing copies are gathered in the training dtype.
             gathered = 0 if self.gathers_by_unit else context.item * whole
-            gradients = 4 * sharded + (0 if self.reduces_every_microbatch else context.item * learned)
+            # Gradients that wait for the end of the step are added up in the type in which they are reduced
+            # (FSDP2 ``to_accumulated_grad_if_needed``).
+            waiting = 0.0 if self.reduces_every_microbatch else context.gradient_dtype.itemsize * learned
+            gradients = 4 * sharded + waiting
             # Frozen weights have no fp32 master: they are loaded, and stay, in the training dtype.
             frozen = context.item * self._frozen_shard(tensors)
             return {
@@ -246,9 +249,9 @@ class DataParallelism:
         return self.context.gradient_dtype.itemsize < 4 and self.zero < 3 and not aware
 
     def quantized_weight_bytes(self, tensors: list[ParameterTensor]) -> int:
-        """Bytes of the quantised copies of weights that stay over a step; none where weights are gathered anew."""
+        """Bytes of the quantised copies of weights that stay over a step; none where they are made for each use."""
         recipe = self.context.recipe
-        if recipe is None or self.gathers_by_unit or recipe.quantizes_each_use:
+        if recipe is None or self.context.quantizes_weights_anew:
             return 0
         return round(recipe.weight_size(quantized_elements(tensors)))
 

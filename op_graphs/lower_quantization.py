@@ -254,12 +254,12 @@ def prepare_weight(
 ) -> Tensor | None:
     """Quantise the weight of a linear where this program does so.
 
-    Once a step, in the first microbatch, into copies that stay; or, where weights are gathered for each use, into
+    Once a step, in the first microbatch, into copies that stay; or, where it is done for each use, into
     the one copy that the next GEMM reads, which is returned for the caller to release.
     """
     recipe, elements = _recipe(context), float(linear.weight_elements)
     name, first = f"{linear.name}_weight", len(builder)
-    fresh = context.parallel.gathers_by_unit or recipe.quantizes_each_use
+    fresh = context.quantizes_weights_anew
     if recipe.stored_once and backward and not fresh:
         size = recipe.weight_size(elements, 1)
         row = transpose(builder, context, name, size, _kernels(recipe, linear))

@@ -197,7 +197,7 @@ class _ChunkLowering:
         """The forward program under construction, and what it keeps; ``first`` is that of the first microbatch."""
         context, chunk = self.context, self.chunk
         builder = ProgramBuilder(context.names, chunk=chunk.index, phase=Phase.FORWARD)
-        builder.casts_weights = first or self.rules.gathers_by_unit
+        builder.casts_weights = first or self.context.quantizes_weights_anew
         weights = ShardedWeights(builder, self.rules, self._units()).with_buckets(self.buckets)
         vision: _VisionSaved | None = None
         embedding: EmbeddingSaved | PatchSaved | None = None
@@ -343,7 +343,7 @@ class _ChunkLowering:
         )
         builder.deferred = [] if split else None
         begin_backward(builder, context)
-        builder.casts_weights = self.rules.gathers_by_unit
+        builder.casts_weights = self.context.quantizes_weights_anew
         weights = ShardedWeights(builder, self.rules, self._units(backward=True), saved.weights)
         weights.with_buckets(self.buckets)
         reduction = GradientReduction(builder, self.rules, buckets)

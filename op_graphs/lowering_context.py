@@ -86,6 +86,16 @@ class LoweringContext:
         return self.model.latent_attention is not None and self.training.mla == "absorbed"
 
     @property
+    def quantizes_weights_anew(self) -> bool:
+        """Whether weights are quantised in every pass.
+
+        So they are where units are gathered anew, and by torchao, which unlike Transformer Engine keeps no quantised
+        weight between microbatches.
+        """
+        each_use = self.recipe is not None and self.recipe.quantizes_each_use
+        return self.parallel.gathers_by_unit or not self.libraries.transformer_engine or each_use
+
+    @property
     def stores_quantized(self) -> bool:
         """Whether inputs of activations and outputs of attention stay in fewer bits than they are computed in."""
         return self.recipe is not None and self.recipe.stored_once

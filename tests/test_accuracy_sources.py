@@ -283,3 +283,68 @@ def test_the_large_models_of_the_paper_run_interleaved(tmp_path):
     # The first stage holds 1 + (p - 1) / (p m) times all layers.
     held = 34 * 2048 * 12288 / 8 * 96 * (1 + 7 / 24) / GIB
     assert result.figures["activations"][1] == pytest.approx(held, rel=1e-4)
+
+
+# -- fully sharded runs --------------------------------------------------------------------------------------------
+
+TITAN = {
+    "gpu": "A100-80GB",
+    "local_batch": 1,
+    "metrics": {"tokens_per_s_per_gpu": 1000},
+    "model": {"name": "Llama 3 8B", "seq": 8192},
+    "num_gpus": 64,
+    "parallel": {"fsdp": 64},
+    "precision": "bf16",
+    "recompute": "selective op AC",
+    "source": "torchtitan-perf-2024",
+}
+
+
+def test_a_run_of_torchtitan_as_its_configurations_have_it(tmp_path):
+    """Tensor operations one by one, every second product again, communication that takes from compute."""
+    scenario = expressed(TITAN, tmp_path).scenario
+    recompute, overlap = scenario.training.recompute, scenario.overlap
+    assert (recompute.keeps_products, recompute.every_second_product) == (True, True)
+    assert (scenario.libraries.eager, scenario.libraries.transformer_engine) == (True, False)
+    assert (scenario.training.cross_entropy, overlap.contention) == ("torch", True)
+    assert (scenario.parallel.zero, scenario.parallel.flat_parameters) == (3, False)
+
+
+def test_what_is_compiled_is_fused(tmp_path):
+    assert not expressed({**TITAN, "technique": "compile+float8"}, tmp_path).scenario.libraries.eager
+
+
+@pytest.mark.parametrize(("fsdp", "cp", "shard"), [(4, 2, None), (2, 4, None), (2, 2, 4), (8, 1, None)])
+def test_torchtitan_shards_over_the_ranks_of_context_parallelism_too(fsdp, cp, shard, tmp_path):
+    row = {
+        **TITAN,
+        "source": "torchtitan-bench",
+        "recompute": "full AC",
+        "num_gpus": 8,
+        "parallel": {"fsdp": fsdp, "cp": cp},
+    }
+    parallel = expressed(row, tmp_path).scenario.parallel
+    assert (parallel.dp, parallel.hsdp_shard) == (8 // cp, shard)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fsdp", "fabric", "shard"),
+    [
+        ("A100-80GB-SXM", "HSDP", 6.25, 8),
+        ("A100-80GB-SXM", "FSDP", 6.25, None),
+        ("H100-80GB-SXM", "FSDP", 12.5, None),
+    ],
+)
+def test_the_network_that_a_source_states_is_its_rows(gpu, fsdp, fabric, shard, tmp_path):
+    row = {
+        **TITAN,
+        "gpu": gpu,
+        "source": "fms-fsdp",
+        "recompute": "No AC",
+        "num_gpus": 96,
+        "parallel": {"fsdp": fsdp},
+    }
+    scenario = expressed(row, tmp_path).scenario
+    assert scenario.hardware.network.fabric.bandwidth_gb_per_s == fabric
+    assert (scenario.parallel.hsdp_shard, scenario.parallel.flat_parameters) == (shard, True)
+    assert scenario.training.grad_reduce_dtype.name == "BF16"

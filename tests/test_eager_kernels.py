@@ -165,3 +165,31 @@ def test_fsdp2_copies_units_apart_and_together():
 
 def _rows_of(graph: OpGraph, name: str) -> np.ndarray:
     return np.flatnonzero([graph.strings[index] == name for index in graph.buffers.name])
+
+
+@pytest.mark.parametrize(("transformer_engine", "times"), [(True, 1), (False, 3)])
+def test_only_transformer_engine_keeps_quantised_weights_between_microbatches(transformer_engine, times):
+    """Once a step in each of three microbatches, and then nothing stays; backward casts for itself."""
+    changes: dict[str, Any] = {
+        "training__dtype": "fp8-tensorwise",
+        "training__num_microbatches": 3,
+        "libraries__transformer_engine": transformer_engine,
+    }
+    scenario, graph = lowered(**changes)
+    found = [_name(graph, row) for row in range(len(graph.operations))]
+    forward = [name for name in found if name.startswith("fc1_weight_cast")]
+    each = scenario.model.layers * times
+    assert len(forward) == (each if transformer_engine else 2 * each)
+    assert bool(len(_rows_of(graph, "quantized_weights"))) is transformer_engine
+    assert_nothing_leaks(graph)
+
+
+def test_gradients_of_a_pipeline_wait_in_the_type_of_their_reduction():
+    parallel: dict[str, Any] = {"pp": 2, "dp": 2, "zero": 3}
+    sizes = {}
+    for dtype in ("fp32", "bf16"):
+        _, graph = lowered(parallel=parallel, training__grad_reduce_dtype=dtype)
+        rows = _rows_of(graph, "main_gradients")
+        sizes[dtype] = int(graph.buffers.size[rows].sum())
+    # Four bytes a sharded element over two ranks, and all elements in four bytes or two.
+    assert sizes["fp32"] / sizes["bf16"] == pytest.approx((2 + 4) / (2 + 2), rel=1e-3)

@@ -52,7 +52,8 @@ def test_it_is_what_a_sample_shows():
         ({"tp": 8, "cp": 4, "dp": 2}, 32),
         ({"tp": 4, "pp": 4, "dp": 16, "zero": 3}, 4),
         ({"dp": 64, "ep": 32, "tp": 2}, 32),
-        ({"dp": 64, "zero": 3, "hsdp_shard": 8}, 64),
+        ({"dp": 64, "zero": 3, "hsdp_shard": 8}, 8),
+        ({"tp": 2, "cp": 4, "dp": 8, "zero": 3, "hsdp_shard": 16}, 32),
     ],
 )
 def test_ranks_that_wait_for_each_other_in_every_layer(plan, meet):

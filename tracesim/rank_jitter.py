@@ -38,8 +38,9 @@ def ranks_that_meet(parallel: ParallelPlan) -> int:
     """Ranks that wait for each other in every layer."""
     dense = parallel.tp * parallel.cp
     if parallel.zero >= 2 and parallel.pp == 1:
-        # Replicas of the sharding groups reduce among each other behind every layer, too.
-        return dense * parallel.dp
+        # Replicas of a sharding group reduce gradients among each other too, but no layer waits for that.
+        sharded = parallel.hsdp_shard or parallel.data_parallel_size
+        return parallel.tp * max(parallel.cp, sharded)
     return max(dense, parallel.ep * parallel.etp)
 
 

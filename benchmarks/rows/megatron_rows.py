@@ -16,6 +16,7 @@ from tracesim.megatron import import_megatron
 
 from .row import MeasuredRow, RowSkippedError, count_at, mapping_at, number_at, scenario_of, text_at
 from .row_models import machine_of
+from .source_settings import UNKNOWN_SOURCE
 
 _VOCABULARIES = {
     # tokenizers of Megatron-LM's release tests, whose vocabularies are files: nemotron_2 SentencePiece, Llama 2,
@@ -71,7 +72,7 @@ def express(row: Mapping[str, Any], label: str) -> MeasuredRow:
 def _machine(row: Mapping[str, Any]) -> str | dict[str, Any]:
     if text_at(row, "gpu").startswith("unspecified"):
         return "a100-sxm-80g"
-    return machine_of(row)
+    return machine_of(row, UNKNOWN_SOURCE)
 
 
 def _gpus(row: Mapping[str, Any], table: str) -> int:

@@ -139,14 +139,19 @@ _GPT_SIZES: dict[str, dict[str, int]] = {
 }
 
 
-def machine_of(row: Mapping[str, Any]) -> str | dict[str, Any]:
+def machine_of(row: Mapping[str, Any], settings: SourceSettings) -> str | dict[str, Any]:
     """Hardware of a scenario for the ``gpu`` of a row; raise RowSkippedError where no profile fits."""
     gpu = text_at(row, "gpu")
     for pattern, machine in MACHINES:
         if re.fullmatch(pattern, gpu.lower().replace(" (", "(")):
-            if machine:
+            if not machine:
+                break
+            fabric = settings.fabric_on(gpu)
+            if fabric is None:
                 return machine
-            break
+            changed: dict[str, Any] = {"base": machine} if isinstance(machine, str) else dict(machine)
+            network = {**changed.get("network", {}), "fabric": {"bandwidth_gb_per_s": fabric}}
+            return {**changed, "network": network}
     raise RowSkippedError(f"no hardware profile fits the GPU {gpu!r}")
 
 

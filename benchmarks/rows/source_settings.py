@@ -59,6 +59,10 @@ class SourceSettings:
     """Whether layers and heads that a row leaves out follow from its size and width."""
     uneven_stages: bool = False
     """Whether layers that do not divide over the stages are spread as evenly as they can be."""
+    fabric_by_gpu: Mapping[str, float] = field(default_factory=dict)
+    """GB/s of the network for each GPU and direction, where a source says another than the machine's profile, by the
+    beginning of the GPU's name."""
+    gradient_accumulation_fusion: bool = True
     recipes: str = ""
     """Whose recipes (``recipes.py``) say what the rows do not; empty for none."""
     embedding_counts_as_layer: bool = False
@@ -74,6 +78,10 @@ class SourceSettings:
             if gpu.lower().startswith(beginning):
                 return kernel
         return self.attention
+
+    def fabric_on(self, gpu: str) -> float | None:
+        """GB/s of the network for each GPU; None if the profile's holds."""
+        return next((rate for name, rate in self.fabric_by_gpu.items() if gpu.lower().startswith(name)), None)
 
 
 _NO_OVERLAP = {"grad_reduce": False, "param_gather": False, "p2p": False}
@@ -164,12 +172,17 @@ SETTINGS: dict[str, SourceSettings] = {
         overlap=_NO_OVERLAP,
     ),
     # InternEvo: configs/7B_sft.py has flash attention, overlap_sync_grad on, overlap_sync_param off, bf16, and tensor
-    # parallelism without sequence parallelism (mode mtp).
+    # parallelism without sequence parallelism (mode mtp). The page came to InternLM's repository in July 2023, whose
+    # doc/en/install.md has FlashAttention 1.0.5; a node of its cluster has four NICs of 100 Gb/s. Gradients are
+    # autograd's, added to a parameter's in bf16.
     "internevo": SourceSettings(
         dtype="bf16",
         grad_reduce_dtype="bf16",
         zero=1,
-        attention="flash",
+        attention="flash-1",
+        transformer_engine=False,
+        gradient_accumulation_fusion=False,
+        fabric_by_gpu={"a100": 6.25},
         schedule="1f1b",
         overlap={"grad_reduce": True, "param_gather": False, "p2p": False},
     ),
@@ -270,7 +283,9 @@ SETTINGS: dict[str, SourceSettings] = {
         ),
     ),
     # fms-fsdp: PyTorch's flash attention, FSDP with gradients reduced in bf16 (policies/mixed_precision.py), compiled.
+    # Its README has nodes with 400 Gb/s on A100 and 800 Gb/s on H100.
     "fms-fsdp": SourceSettings(
+        fabric_by_gpu={"a100": 6.25, "h100": 12.5},
         attention="flash-2",
         transformer_engine=False,
         flat_parameters=True,

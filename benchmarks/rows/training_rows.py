@@ -69,6 +69,8 @@ _FP8_RECIPES = {
 }
 _NOT_GIVEN = ("n/a", "N/A", "-", "/")
 _FSDP_ZERO = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "HYBRID_SHARD": 3, "FSDP": 3, "HSDP": 3}
+_HYBRID = ("HYBRID_SHARD", "HSDP")
+_NODE = 8
 
 
 def express(row: Mapping[str, Any], label: str, source: str) -> MeasuredRow:
@@ -123,7 +125,7 @@ def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
         "name": re.sub(r"[/\\]", ":", label),
         "model": model,
         "hardware": placed(
-            machine_of(row), math.prod(parallel[degree] for degree in ("tp", "pp", "cp", "dp"))
+            machine_of(row, settings), math.prod(parallel[degree] for degree in ("tp", "pp", "cp", "dp"))
         ),
         "parallel": parallel,
         "training": training,
@@ -263,7 +265,9 @@ def _chunks(stated: Mapping[str, Any], row: Mapping[str, Any]) -> int:
 def _sharding(stated: Mapping[str, Any], dp: int, settings: SourceSettings) -> dict[str, Any]:
     fsdp = stated.get("fsdp")
     if isinstance(fsdp, str) and fsdp.upper() in _FSDP_ZERO:
-        return {"zero": _FSDP_ZERO[fsdp.upper()]}
+        # PyTorch's hybrid sharding is over the GPUs of a node unless told otherwise.
+        hybrid = fsdp.upper() in _HYBRID and dp > _NODE
+        return {"zero": _FSDP_ZERO[fsdp.upper()], "hsdp_shard": _NODE if hybrid else None}
     if fsdp in ("True", "Yes"):
         return {"zero": 3}
     if isinstance(fsdp, int) and fsdp > 1 and dp % fsdp == 0:
@@ -299,6 +303,7 @@ def _training(
         "recompute": _recompute(row, settings),
         "attention": attention,
         "cross_entropy_fusion": settings.cross_entropy_fusion,
+        "gradient_accumulation_fusion": settings.gradient_accumulation_fusion,
     }
     stated = re.search(r"\bGBS=(\d+)", text_at(row, "notes"))
     if row.get("gbs") is None and row.get("num_microbatches") is None and stated is not None:
