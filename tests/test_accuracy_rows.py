@@ -109,7 +109,7 @@ def test_memory_is_compared_only_where_it_says_what_it_is(tmp_path):
         ({"precision": "FP8"}, "training.dtype: fp8-tensorwise"),
         ({"schedule": "DualPipe-X"}, "schedule DualPipe-X is not expressed"),
         ({"gbs": 6}, "training.global_batch_size: 6 .* is not a multiple"),
-        ({"offload": "optimizer 50%"}, "offload 'optimizer 50%' is not expressed"),
+        ({"offload": "parameters"}, "offload 'parameters' is not expressed"),
         ({"source": "somebody"}, "which attention kernel ran"),
         ({"source": "megatron-golden"}, "without its argument list"),
         (
