@@ -67,7 +67,7 @@ def pair_graph(scenario: Scenario) -> OpGraph:
     # Four microbatches, so that the pair in the middle neither gathers weights nor reduces gradients.
     text = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,(0F3;0B1)OVERLAP_F_B,0B2,0B3"
     schedule = parse_csv(f"{text}\r\n", "pair")
-    return assemble([lower_rank(context, [chunk], 0)], schedule, scenario.overlap, names)
+    return assemble([lower_rank(context, [chunk], ())], schedule, scenario.overlap, names)
 
 
 def pair_costs(scenario: Scenario) -> CostModel:
