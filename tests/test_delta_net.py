@@ -204,6 +204,10 @@ def test_full_recompute_runs_the_rule_again():
     [
         ({"parallel__cp": 2}, "cannot share the sequences of gated delta-rule layers"),
         ({"parallel__tp": 8}, "4 delta-rule key heads do not divide by it"),
+        (
+            {"training__dtype": "fp8-rowwise"},
+            "is known for dense layers, small has delta-rule layers; nearest:",
+        ),
         ({"training__recompute": {"keep": "products"}}, "knows layers of attention and an MLP"),
     ],
 )

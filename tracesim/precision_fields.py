@@ -244,7 +244,8 @@ def _check_rowwise(dtype: str, model: ModelDescription, problems: Problems) -> N
             ("experts", model.moe is not None),
             ("latent attention", model.latent_attention is not None),
             ("heads for multi-token prediction", model.mtp_layers > 0),
-            ("state-space layers", any(model.mixer(layer) == "state_space" for layer in range(model.layers))),
+            ("state-space layers", model.state_space is not None),
+            ("delta-rule layers", model.delta_net is not None),
         )
         if has
     ]

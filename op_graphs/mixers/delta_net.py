@@ -57,7 +57,7 @@ class DeltaNetMixer(Mixer):
         """Emit projection, convolution and delta rule, norm and gate, and projection back."""
         linear = _in_projection(context, layer)
         row = column_parallel_forward(builder, context, linear, normalized, keep_input=keep_input)
-        if keep_input and context.recipe is not None:
+        if keep_input and context.keeps_copies:
             builder.discard(normalized)
         projection = builder.temporary("gdn_projection", context.token_bytes(linear.outputs), row)
         sizes, module = DeltaSizes.of(context), context.module(layer, "self_attention")

@@ -70,7 +70,7 @@ class StateSpaceMixer(Mixer):
         sizes = ScanSizes.of(context)
         linear = _in_projection(context, layer)
         row = column_parallel_forward(builder, context, linear, normalized, keep_input=keep_input)
-        if keep_input and context.recipe is not None:
+        if keep_input and context.keeps_copies:
             builder.discard(normalized)
         projection = builder.activation("ssm_projection", context.token_bytes(linear.outputs), row)
         projection = shards_to_sequences(builder, context, "ssm_projection", projection, sizes.parts)
