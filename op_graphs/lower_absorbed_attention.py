@@ -34,6 +34,7 @@ from .lower_linear import (
 )
 from .lowering_context import LoweringContext
 from .program import DeferredGemm, ProgramBuilder, Tensor
+from .recompute import Part
 from .vocabulary import OpKind, Phase
 
 
@@ -150,7 +151,7 @@ def absorbed_projections_forward(
     )
     if query is not None and not keep_input:
         builder.release(normalized, builder.last_row)
-    up_recomputed = "mla_up_proj" in context.training.recompute.modules and builder.keep_activations
+    up_recomputed = context.recomputes(Part.LATENT_UP_PROJECTIONS) and builder.keep_activations
     keep, builder.keep_activations = builder.keep_activations, builder.keep_activations and not up_recomputed
     source = normalized if query is None else query.normalized
     up_output, qkv = _absorbed(

@@ -34,6 +34,7 @@ from .lower_linear import (
 from .lower_quantization import ATTENTION_OUTPUT_BYTES, restore, store
 from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
+from .recompute import Part
 from .vocabulary import OpKind, Phase
 
 
@@ -80,7 +81,7 @@ def attention_forward(
     core, output = core_forward(builder, context, sizes, qkv)
     if keys is not None:
         builder.release(keys, builder.end_row)
-    if repeated is not None and (context.training.recompute.keeps_products or not builder.keep_activations):
+    if repeated is not None and (context.recomputes(Part.POSITIONS) or not builder.keep_activations):
         builder.release(repeated, builder.end_row)
     if context.model.attention_sinks:
         builder.parameter_rows.setdefault(_sinks(context, layer), builder.last_row)
@@ -91,7 +92,7 @@ def attention_forward(
             builder.release(qkv, builder.last_row)
     if context.absorbs_latents:
         output = absorbed_output_forward(builder, context, layer, output)
-    if before_norm is not None and context.training.recompute.keeps_products:
+    if before_norm is not None and context.recomputes(Part.POSITIONS):
         # What the projection wrote is kept once; norm and positions run again on it.
         builder.release(before_norm, builder.last_row)
     elif before_norm is not None:
@@ -205,7 +206,7 @@ def attention_backward(
         d_output, d_gate = _gate_backward(builder, context, saved, d_output)
     again_rotated: Tensor | None = None
     keys: Tensor | None = None
-    again = context.training.recompute.keeps_products
+    again = context.recomputes(Part.POSITIONS)
     if _keys_again(context):
         linear = replace(layer_linear(context, layer, "qkv"), name="keys", outputs=context.local_kv_size)
         row = forward_again(builder, context, linear)
@@ -266,7 +267,7 @@ def _repeated_bytes(sizes: AttentionSizes) -> float:
 
 def _keys_again(context: LoweringContext) -> bool:
     """Whether the projection to keys, the second product of a layer, runs again."""
-    return context.training.recompute.every_second_product
+    return context.recomputes(Part.SECOND_PRODUCTS)
 
 
 def _key_bytes(sizes: AttentionSizes) -> float:

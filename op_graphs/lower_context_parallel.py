@@ -12,6 +12,7 @@ from .context_parallel.registry import ALGORITHMS
 from .lower_core_attention import AttentionSizes, kernel_backward, kernel_forward
 from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
+from .recompute import Part
 from .vocabulary import Phase
 
 __all__ = ["CoreSaved", "core_backward", "core_forward"]
@@ -21,7 +22,7 @@ def core_forward(
     builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes, qkv: Tensor
 ) -> tuple[CoreSaved, Tensor]:
     """Emit core attention; returns what is kept, and the output that the projection reads."""
-    recomputed = "core_attn" in context.training.recompute.modules and builder.keep_activations
+    recomputed = context.recomputes(Part.CORE_ATTENTION) and builder.keep_activations
     keep = builder.keep_activations and not recomputed
     saved, output = _forward(builder, context, sizes, qkv, keep)
     row = builder.end_row

@@ -32,6 +32,7 @@ from .lower_router import router_backward, router_forward
 from .lowering_context import LoweringContext
 from .offload_activations import begin_part, end_part, offload
 from .program import ProgramBuilder, Tensor
+from .recompute import Part
 from .vocabulary import OpKind, Phase
 
 
@@ -79,13 +80,12 @@ def experts_forward(
 ) -> tuple[ExpertsSaved, Tensor]:
     """Emit a mixture; returns what it keeps, and its output, which the caller releases."""
     moe, sizes, dispatcher = context.experts, RoutedSizes.of(context), _dispatcher(context)
-    modules = context.training.recompute.modules
     keep = builder.keep_activations
     routing = [router_forward(builder, context, layer, sizes)]
     shared_saved: MlpSaved | None = None
     shared_output: Tensor | None = None
     if moe.shared_ffn_size:
-        builder.keep_activations = keep and "shared_experts" not in modules
+        builder.keep_activations = keep and not context.recomputes(Part.SHARED_EXPERTS)
         shared_saved, shared_output = _shared_forward(
             builder, context, layer, normalized, keep_copy=keep_input
         )
@@ -270,8 +270,7 @@ def _expert_linears_forward(
         elements = float(sizes.rows * fc1.outputs)
         width = context.recipe.activation_bytes
         fc1_output = store(builder, context, "expert_fc1_output", elements, fc1_output, width)
-    recompute = context.training.recompute
-    recomputed = keep and ("moe_act" in recompute.modules or recompute.keeps_products)
+    recomputed = keep and context.recomputes(Part.EXPERT_ACTIVATION)
     row = _grouped_forward(
         builder, context, fc2, sizes, activated.fc2_input, keep_copy=keep and not recomputed
     )
@@ -376,7 +375,7 @@ def _shared_backward(
     module, builder.module = builder.module, "mlp.shared_experts"
     mlp = Mlp.shared(context, layer)
     kept = saved.shared
-    if "shared_experts" in context.training.recompute.modules:
+    if context.recomputes(Part.SHARED_EXPERTS):
         kept = recompute_mlp(builder, context, mlp, normalized)
     assert kept is not None
     if context.experts.shared_gate:

@@ -22,6 +22,7 @@ from .lower_linear import (
 from .lowering_context import LoweringContext
 from .model import LatentAttention
 from .program import ProgramBuilder, Tensor
+from .recompute import Part
 from .vocabulary import OpKind, Phase
 
 
@@ -101,7 +102,7 @@ def latent_projections_forward(
     )
     if query is not None and not keep_input:
         builder.release(normalized, builder.last_row)
-    up_recomputed = "mla_up_proj" in context.training.recompute.modules and builder.keep_activations
+    up_recomputed = context.recomputes(Part.LATENT_UP_PROJECTIONS) and builder.keep_activations
     inputs = {"q": normalized if query is None else query.normalized, "kv": key_value.normalized}
     keep, builder.keep_activations = builder.keep_activations, builder.keep_activations and not up_recomputed
     qkv = _up_projections(builder, context, layer, inputs, keep_query_input=keep_input or query is not None)

@@ -4,7 +4,7 @@ What mixes tokens (attention, a state space) is in ``op_graphs.mixers``. Granula
 Megatron-Core with Transformer Engine: layer norms as kernels of their own, fused activation and rotary embedding,
 fused bias-dropout-add, weight gradients accumulated into the main gradient by the GEMM. Saved activations follow the
 same sources: the inputs of both norms and their outputs, what mixer and MLP keep, and dropout masks. Parts named in
-``recompute.modules`` keep less and run again in backward.
+``recompute`` keep less and run again in backward.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .mixers import MIXERS, BlockGradient
 from .model import MixerName
 from .offload_activations import begin_part, end_part, offload
 from .program import ProgramBuilder, Tensor
+from .recompute import Part
 from .vocabulary import OpKind, Phase
 
 
@@ -137,7 +138,7 @@ def _feed_forward_block_forward(
     norm = _NormSaved(block_input, normalized if keep_normalized else None, inside)
     output, mask = _bias_dropout_add(builder, context, "mlp_residual", projected)
     kept_output: Tensor | None = None
-    if builder.keep_activations and context.training.recompute.keeps_products:
+    if builder.keep_activations and context.recomputes(Part.RESIDUAL):
         kept_output = builder.activation("mlp_output", context.hidden_bytes, builder.last_row)
     if builder.keep_activations and _projects_again(context):
         builder.release(block_input, builder.last_row)
@@ -166,13 +167,11 @@ def _inside_norm(builder: ProgramBuilder, context: LoweringContext) -> Tensor | 
 
 
 def _recomputes_norms(context: LoweringContext) -> bool:
-    recompute = context.training.recompute
-    return recompute.keeps_products or "layernorm" in recompute.modules
+    return context.recomputes(Part.NORMS)
 
 
 def _recomputes_mlp(context: LoweringContext, layer: int) -> bool:
-    modules = context.training.recompute.modules
-    return ("moe" if context.model.is_moe_layer(layer) else "mlp") in modules
+    return context.recomputes(Part.EXPERTS if context.model.is_moe_layer(layer) else Part.MLP)
 
 
 def _mlp_forward(
@@ -217,7 +216,7 @@ def layer_backward(
     """Emit the backward pass of a layer; takes the gradient of its output, returns the gradient of its input."""
     builder.layer = layer
     if saved.feed_forward is not None:
-        again = saved.mixer is not None and context.training.recompute.keeps_products
+        again = saved.mixer is not None and context.recomputes(Part.RESIDUAL)
         gradient = _feed_forward_block_backward(
             builder, context, layer, saved.feed_forward, gradient, again=again
         )
@@ -274,7 +273,7 @@ def _mixer_block_backward(
 
 def _projects_again(context: LoweringContext) -> bool:
     """Whether the output projection runs again; under tensor parallelism its reduced output is kept."""
-    return context.training.recompute.every_second_product and context.tp == 1
+    return context.recomputes(Part.SECOND_PRODUCTS) and context.tp == 1
 
 
 def _residual_again(

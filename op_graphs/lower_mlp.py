@@ -19,6 +19,7 @@ from .lower_linear import (
 from .lower_quantization import restore, store
 from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
+from .recompute import Part
 from .vocabulary import Phase
 
 
@@ -103,7 +104,7 @@ def mlp_forward(
         elements, width = float(mlp.fc1.tokens * mlp.fc1.outputs), context.recipe.activation_bytes
         fc1_output = store(builder, context, f"{mlp.fc1.name}_output", elements, fc1_output, width)
     output = row_parallel_forward(builder, context, mlp.fc2, fc2_input, discard_input=True)
-    if builder.keep_activations and context.training.recompute.keeps_products:
+    if builder.keep_activations and context.recomputes(Part.MLP_ACTIVATION):
         builder.release(fc2_input, builder.last_row)
         if activated is not None:
             builder.release(activated, builder.last_row)
@@ -168,7 +169,7 @@ def mlp_backward(
 
 def _up_again(context: LoweringContext) -> bool:
     """Whether the half of a gated first linear that is not activated runs again, the sixth product of a layer."""
-    return context.training.recompute.every_second_product and context.model.gated
+    return context.recomputes(Part.SECOND_PRODUCTS) and context.model.gated
 
 
 def recompute_mlp(

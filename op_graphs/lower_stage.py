@@ -47,7 +47,7 @@ from .offload_activations import LAYER, begin_backward, begin_part, offload
 from .overlap.registry import GRADIENTS, PARAMETERS
 from .parameters import ParameterTensor, parameters_on_stage
 from .program import Program, ProgramBuilder, Tensor
-from .recompute_rules import recomputed_layers
+from .recompute import recomputed_layers
 from .unit_communication import GradientReduction, ShardedWeights
 from .vocabulary import MemoryCategory, OpKind, Phase
 

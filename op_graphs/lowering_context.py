@@ -9,6 +9,7 @@ from .imbalance import BALANCED, RankLoad
 from .model import MixtureOfExperts, ModelDescription
 from .plan import LibraryPlan, OverlapPlan, ParallelPlan, TrainingPlan
 from .precision import PrecisionRecipe
+from .recompute import Part, recomputed_parts
 from .vocabulary import Dimension, DType
 
 
@@ -38,6 +39,10 @@ class LoweringContext:
     """Layers of the model chunk that is lowered."""
     backward_at_once: bool = False
     """Whether each backward pass of this chunk comes right behind its forward pass."""
+
+    def recomputes(self, part: Part) -> bool:
+        """Whether a part of every layer runs again in backward."""
+        return part in recomputed_parts(self.training.recompute)
 
     @property
     def experts(self) -> MixtureOfExperts:

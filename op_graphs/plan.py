@@ -22,9 +22,9 @@ class Recompute:
     ``layers`` layers, ``block`` recomputes the first ``layers`` layers of a chunk one by one and keeps the rest
     (Megatron-LM ``--recompute-method``), ``every`` recomputes every ``layers``-th layer (torchtitan).
 
-    ``selective`` with ``keeps_products`` is torchtitan's policy by operators: outputs of matrix products and of
+    ``selective`` with ``keep`` is torchtitan's policy by operators: with ``products`` outputs of matrix products and of
     attention are kept, everything between them (norms, positions, residuals, activations) runs again. With
-    ``every_second_product`` every second product of a layer, counted from its first, runs again too: keys, the output
+    ``every-second-product`` every second product of a layer, counted from its first, runs again too: keys, the output
     projection, and the half of a gated MLP's first linear that is not activated (``selective_ac_option = "op"``).
     """
 
@@ -32,8 +32,12 @@ class Recompute:
     modules: tuple[str, ...] = ()
     layers: int = 1
     method: str = "uniform"
-    keeps_products: bool = False
-    every_second_product: bool = False
+    keep: str = ""
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether a policy by operators says what is kept."""
+        return bool(self.keep)
 
 
 @dataclass(frozen=True)

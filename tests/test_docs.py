@@ -32,7 +32,7 @@ import pytest
 from op_graphs.context_parallel.registry import ALGORITHMS
 from op_graphs.dispatchers import DISPATCHERS
 from op_graphs.huggingface import READERS
-from op_graphs.recompute_rules import LAYER_RULES
+from op_graphs.recompute import LAYER_RULES, MODULE_RULES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^(`{3,}|~{3,})\s*(\w*)")
@@ -135,7 +135,7 @@ def run_block(block: Block, page: Path, names: dict[str, Any]) -> None:
 @pytest.fixture
 def registries() -> Iterator[None]:
     """What a page adds to the program is taken out again: other tests list what there is."""
-    found: list[dict[str, Any]] = [READERS, LAYER_RULES, DISPATCHERS, ALGORITHMS]
+    found: list[dict[str, Any]] = [READERS, LAYER_RULES, MODULE_RULES, DISPATCHERS, ALGORITHMS]
     before = [dict(registry) for registry in found]
     yield
     for registry, entries in zip(found, before, strict=True):

@@ -61,7 +61,7 @@ from tests.scenario_mappings import problems_of, scenario
         ),
         (
             {"model": "mixtral-8x7b", "training__recompute": {"modules": ["moe", "moe_act"]}},
-            "recomputes the experts whole; leave out moe_act and shared_experts",
+            "recomputes the experts whole; leave out moe_act",
         ),
     ],
 )

@@ -12,6 +12,7 @@ from hardware_profiles.profile import HardwareProfile
 from op_graphs.model import ModelDescription
 from op_graphs.offload_activations import MODULES
 from op_graphs.plan import Offload, TrainingPlan
+from op_graphs.recompute import Part, recomputed_parts
 
 from .scenario_fields import Problems, check_keys, nearest_key
 from .yaml_reading import describe_type
@@ -123,15 +124,14 @@ def _check_modules(model: ModelDescription, training: TrainingPlan, problems: Pr
 
 def _reason_against(model: ModelDescription, training: TrainingPlan, module: str) -> str:
     """Why a module keeps nothing that could be moved; '' if it does."""
-    again = training.recompute
+    again = recomputed_parts(training.recompute)
     if module in ("expert_fc1", "moe_act") and model.moe is None:
         return f"{model.name} has no experts"
-    if module in ("expert_fc1", "moe_act") and "moe" in again.modules:
+    if module in ("expert_fc1", "moe_act") and Part.EXPERTS in again:
         return "recompute of moe keeps nothing of it"
-    norms_again = "layernorm" in again.modules or again.keeps_products
-    if module == "qkv_linear" and norms_again and model.latent_attention is None:
+    if module == "qkv_linear" and Part.NORMS in again and model.latent_attention is None:
         return "its input, the output of a norm, is recomputed"
-    if module == "core_attn" and "mla_up_proj" in again.modules and "core_attn" in again.modules:
+    if module == "core_attn" and {Part.LATENT_UP_PROJECTIONS, Part.CORE_ATTENTION} <= again:
         return "recompute keeps nothing of it"
     return ""
 

@@ -12,8 +12,9 @@ from op_graphs.context_parallel.switched import a2a_degree
 from op_graphs.model import MixtureOfExperts, ModelDescription
 from op_graphs.parameters_checks import mixers_of
 from op_graphs.plan import LibraryPlan, ParallelPlan, TrainingPlan
+from op_graphs.recompute import INSIDE, KEEP_RULES, MODULE_RULES
 
-from .scenario_fields import EVERY_SECOND_PRODUCT, Problems
+from .scenario_fields import Problems
 
 
 def check_experts(model: ModelDescription, parallel: ParallelPlan, problems: Problems) -> None:
@@ -250,45 +251,23 @@ def check_sharding(parallel: ParallelPlan, problems: Problems) -> None:
 
 
 def check_recompute(model: ModelDescription, training: TrainingPlan, problems: Problems) -> None:
-    """Note recompute modules the model does not have."""
-    if training.recompute.keeps_products and problems.sound("training.recompute"):
-        if model.layer_pattern or model.state_space or model.delta_net or model.attention_output_gate:
-            problems.note(
-                "training.recompute.keep",
-                f"knows layers of attention and an MLP, {model.name} has others; use modules",
-            )
-        elif model.latent_attention is not None:
-            problems.note(
-                "training.recompute.keep", f"does not know the latent attention of {model.name}; use modules"
-            )
-        elif training.fp8_storage and problems.sound("training.fp8_storage"):
-            problems.note("training.recompute.keep", "does not go with fp8_storage; use modules")
-        elif training.recompute.every_second_product and (
-            model.moe is not None or model.layer_pattern or model.mixer_pattern != "*"
-        ):
-            other = "experts" if model.moe is not None else "layers of other parts"
-            problems.note(
-                "training.recompute.keep",
-                f"{EVERY_SECOND_PRODUCT} counts the products of dense layers, {model.name} has {other}; use products",
-            )
+    """Note recompute rules that are about something the model does not have, or that contain each other."""
+    recompute = training.recompute
+    if recompute.keep and problems.sound("training.recompute", "training.fp8_storage"):
+        problem = KEEP_RULES[recompute.keep].problem(model, training)
+        if problem:
+            problems.note("training.recompute.keep", problem)
     path = "training.recompute.modules"
     if not problems.sound(path):
         return
-    layers = model.layer_numbers
-    has = {
-        "core_attn": any(model.mixer(layer) == "attention" for layer in layers),
-        "layernorm": True,
-        "mlp": any(model.layer_ffn_size(layer) for layer in layers),
-        "moe": model.moe is not None,
-        "moe_act": model.moe is not None,
-        "shared_experts": model.moe is not None and model.moe.shared_ffn_size > 0,
-        "mla_up_proj": model.latent_attention is not None,
-    }
-    for module in training.recompute.modules:
-        if not has.get(module, True):
-            possible = [name for name, found in has.items() if found]
+    for module in recompute.modules:
+        rule = MODULE_RULES[module]
+        if not rule.needs(model):
+            possible = [name for name, other in MODULE_RULES.items() if other.needs(model)]
             problems.add(path, module, f"{model.name} has no such module; it has {', '.join(possible)}")
-    if "moe" in training.recompute.modules and {"moe_act", "shared_experts"} & set(
-        training.recompute.modules
-    ):
-        problems.add(path, "moe", "recomputes the experts whole; leave out moe_act and shared_experts")
+        elif problem := rule.problem(model, training):
+            problems.add(path, module, problem)
+        for whole in rule.parts & INSIDE.keys():
+            inner = [name for name in recompute.modules if MODULE_RULES[name].parts & INSIDE[whole]]
+            if inner:
+                problems.add(path, module, f"recomputes {whole.value} whole; leave out {' and '.join(inner)}")

@@ -32,7 +32,6 @@ from .scenario_checks import Draft, check_combinations, resolve_microbatches
 from .scenario_fields import (
     CROSS_ENTROPIES,
     DTYPES,
-    EVERY_SECOND_PRODUCT,
     FIELDS,
     REDUCE_DTYPES,
     SCHEDULES,
@@ -268,8 +267,8 @@ def _recompute_mapping(recompute: Recompute) -> str | dict[str, Any]:
         return recompute.mode
     if recompute.method == "every":
         return {"every": recompute.layers}
-    if recompute.keeps_products:
-        return {"keep": EVERY_SECOND_PRODUCT if recompute.every_second_product else "products"}
+    if recompute.keep:
+        return {"keep": recompute.keep}
     if recompute.mode == "full":
         return {"layers": recompute.layers, "method": recompute.method}
     return {"modules": list(recompute.modules)}

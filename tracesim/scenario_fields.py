@@ -23,14 +23,13 @@ from op_graphs.plan import (
     Recompute,
     TrainingPlan,
 )
-from op_graphs.recompute_rules import LAYER_RULES
+from op_graphs.recompute import KEEP_RULES, LAYER_RULES, MODULE_RULES
 from op_graphs.vocabulary import DType
 from schedules.registry import schedule_names
 
 from .yaml_reading import describe_type
 
 SCHEDULES = schedule_names()
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
 LOW_PRECISION = ("fp8-tensorwise", "fp8-blockwise", "fp8-rowwise", "mxfp8", "nvfp4")
 """Training precisions whose linears run on quantised operands, and everything else in bf16."""
 DTYPES: dict[str, DType] = {
@@ -229,7 +228,6 @@ _OTHER_NAMES = {
 """What other tools call a key, by its beginning."""
 TOP_KEYS = ("name", "model", "hardware", "parallel", "training", "schedule", "overlap", "libraries")
 RECOMPUTE_KEYS = ("modules", "layers", "method", "every", "keep")
-EVERY_SECOND_PRODUCT = "every-second-product"
 
 
 @dataclass
@@ -377,25 +375,25 @@ def _read_torchtitan(value: Mapping[Any, Any], problems: Problems) -> Recompute:
             )
             return Recompute()
         return Recompute("full", (), every, "every")
-    if value["keep"] not in ("products", EVERY_SECOND_PRODUCT):
+    keep = value["keep"]
+    if not isinstance(keep, str) or keep not in KEEP_RULES:
         problems.add(
             f"{path}.keep",
-            value["keep"],
-            f"must be products or {EVERY_SECOND_PRODUCT}: outputs of matrix products and attention",
+            keep,
+            f"must be {' or '.join(KEEP_RULES)}: outputs of matrix products and attention",
         )
         return Recompute()
-    second = value["keep"] == EVERY_SECOND_PRODUCT
-    return Recompute("selective", keeps_products=True, every_second_product=second)
+    return Recompute("selective", keep=keep)
 
 
 def _read_modules(value: object, problems: Problems) -> tuple[str, ...]:
     path = "training.recompute.modules"
     if not isinstance(value, (list, tuple)) or not value:
-        problems.add(path, value, f"must be a list of one or more of {', '.join(RECOMPUTE_MODULES)}")
+        problems.add(path, value, f"must be a list of one or more of {', '.join(MODULE_RULES)}")
         return ()
     for module in value:
-        if module not in RECOMPUTE_MODULES:
-            problems.add(path, module, f"is not a module; {nearest_key(module, RECOMPUTE_MODULES)}")
+        if not isinstance(module, str) or module not in MODULE_RULES:
+            problems.add(path, module, f"is not a module; {nearest_key(module, MODULE_RULES)}")
     if len({str(module) for module in value}) < len(value):
         problems.add(path, value, "names a module twice; name each once")
     return tuple(str(module) for module in value)

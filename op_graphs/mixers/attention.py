@@ -18,6 +18,7 @@ from ..model import LatentAttention, ModelDescription
 from ..offload_activations import begin_part, end_part, offload
 from ..parameters_tensors import ParameterTensor, TensorCuts, local_kv_heads
 from ..program import ProgramBuilder, Tensor
+from ..recompute import Part
 from .mixer import BlockGradient, Mixer
 
 
@@ -136,9 +137,7 @@ def _copies_suffice(context: LoweringContext, attention: AttentionSaved) -> bool
     """Whether all that reads the norm's output in the backward of attention reads quantised copies of it."""
     latent = attention.latent
     reads_again = latent is not None and latent.query is None
-    return context.recipe is not None and not (
-        reads_again and "mla_up_proj" in context.training.recompute.modules
-    )
+    return context.recipe is not None and not (reads_again and context.recomputes(Part.LATENT_UP_PROJECTIONS))
 
 
 def _projection_backward(
