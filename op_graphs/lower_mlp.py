@@ -103,8 +103,11 @@ def mlp_forward(
         assert context.recipe is not None
         elements, width = float(mlp.fc1.tokens * mlp.fc1.outputs), context.recipe.activation_bytes
         fc1_output = store(builder, context, f"{mlp.fc1.name}_output", elements, fc1_output, width)
-    output = row_parallel_forward(builder, context, mlp.fc2, fc2_input, discard_input=True)
-    if builder.keep_activations and context.recomputes(Part.MLP_ACTIVATION):
+    again = context.recomputes(Part.MLP_ACTIVATION)
+    output = row_parallel_forward(
+        builder, context, mlp.fc2, fc2_input, discard_input=True, keep_copy=not again
+    )
+    if builder.keep_activations and again:
         builder.release(fc2_input, builder.last_row)
         if activated is not None:
             builder.release(activated, builder.last_row)

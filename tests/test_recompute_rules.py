@@ -142,6 +142,28 @@ def test_a_rule_of_known_parts_is_a_line() -> None:
 
 @pytest.mark.usefixtures("mlp_act")
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"training__dtype": "fp8-tensorwise"},
+        {"training__dtype": "mxfp8", "hardware": "b200-sxm"},
+        {"model__moe": EXPERTS},
+        {"parallel": {"tp": 2, "sp": True}},
+        {"libraries": {"eager": True}, "parallel": {"zero": 3, "dp": 2}},
+        {"parallel": {"pp": 2}, "schedule": "zb-h1"},
+    ],
+)
+def test_it_goes_with_everything_else(changes: dict[str, Any]) -> None:
+    graph = lowered({"modules": ["mlp_act"]}, **changes)
+    assert_nothing_leaks(graph)
+    names = set(again(graph))
+    # Shared experts are an MLP as well; in fp8 what is activated again is quantised again.
+    assert any(name.endswith("swiglu") or "gate" in name for name in names)
+    assert not any(name.startswith(("fc1", "qkv", "proj")) for name in names)
+    assert kept_bytes(graph) < kept_bytes(lowered("none", **changes))
+
+
+@pytest.mark.usefixtures("mlp_act")
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"training__recompute": {"modules": ["mlp_acts"]}}, "is not a module; did you mean mlp_act?"),
