@@ -272,6 +272,17 @@ class DataParallelism:
         # Autograd puts the gradient of a flat parameter together from those of its views.
         views = whole if self.zero == 3 and context.parallel.flat_parameters else 0.0
         read = size if self.accumulates_main_gradients else whole
+        if context.libraries.nan_checks:
+            # A norm of the bucket before it is reduced (Megatron-Core ``param_and_grad_buffer.py``, ``check_grads``).
+            builder.memory_bound(
+                "gradient_check",
+                OpKind.REDUCTION,
+                read=read,
+                written=4.0,
+                access="stream",
+                dtype=context.gradient_dtype,
+                phase=Phase.GRADIENT_SYNC,
+            )
         row = builder.memory_bound(
             "gradient_scale",
             OpKind.ELEMENTWISE,

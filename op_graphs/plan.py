@@ -102,6 +102,9 @@ class LibraryPlan:
     batch_fetch_waits: bool = False
     """Whether the host waits for the device in every forward to fetch its batch, as Megatron-LM did until late 2023 on
     all pipeline stages (``tensor_parallel.broadcast_data`` copies sizes back)."""
+    nan_checks: bool = False
+    """Whether the host looks for NaN in the loss of every microbatch, and gradients are read once more for it before
+    they are reduced, as Megatron-LM does since late 2024 (``--check-for-nan-in-loss-and-grad``, on by default)."""
     cublas_workspace_kib: int | None = None
     """What ``CUBLAS_WORKSPACE_CONFIG`` gives cuBLAS for each thread and stream; None is PyTorch's default."""
 

@@ -1,11 +1,11 @@
-"""A forward that fetches its batch first begins ``host.resume_us`` after all that ran, or arrived, before it."""
+"""Where the host waits: for what ran before a forward whose batch it fetches, and for a loss that it looks at."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from op_graphs.vocabulary import Phase, Stream
+from op_graphs.vocabulary import OpKind, Phase, Stream
 from tests.dense_scenarios import dense_mapping
 from tests.graphs import graph_of
 from tracesim.host import HostTimes, execute_with_host, with_launches
@@ -79,3 +79,47 @@ def test_without_waits_the_graph_stays_as_it_is():
     launched, lags = with_launches(graph, np.zeros(len(graph.operations), dtype=np.int64), HostTimes())
     assert launched is graph
     assert lags is None
+
+
+def test_what_follows_a_forward_with_a_loss_waits_for_the_host_to_have_seen_it():
+    graph = graph_of(
+        [
+            {"stream": Stream.COMPUTE, "phase": Phase.FORWARD},
+            {"stream": Stream.COMPUTE, "phase": Phase.FORWARD, "kind": OpKind.LOSS},
+            {"stream": Stream.COMPUTE, "phase": Phase.BACKWARD_INPUT},
+            {"stream": Stream.COMPUTE, "phase": Phase.FORWARD},
+            {"stream": Stream.COMPUTE, "phase": Phase.BACKWARD_INPUT},
+        ],
+        [(0, 2, 0), (2, 3, 0), (3, 4, 0), (4, 5, 0)],
+    )
+    durations = np.full(5, 10)
+    assert execute_with_host(graph, durations, host=HostTimes()).start.tolist() == [0, 10, 20, 30, 40]
+    run = execute_with_host(graph, durations, host=HostTimes(loss_ns=100))
+    # The second forward has no loss.
+    assert run.start.tolist() == [0, 10, 120, 130, 140]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_checks_of_the_loss_cost_a_wait_a_microbatch_on_the_last_stage(pp):
+    runs = []
+    for checks in (False, True):
+        mapping = dense_mapping(**{**PLAN, "parallel__pp": pp}, schedule="1f1b", libraries__nan_checks=checks)
+        simulation = simulate(load_scenario(mapping, (f"hardware.host.resume_us={RESUME_US}",)))
+        last = simulation.graph.operations.rank == pp - 1
+        runs.append(int(simulation.execution.end[last].max()))
+    assert runs[1] - runs[0] == pytest.approx(4 * RESUME_US * 1e3, rel=0.05)
+
+
+def test_gradients_are_read_for_the_check_before_they_are_reduced():
+    read = []
+    for checks in (False, True):
+        mapping = dense_mapping(**{**PLAN, "parallel__dp": 2}, schedule="1f1b", libraries__nan_checks=checks)
+        graph = simulate(load_scenario(mapping)).graph
+        names = [graph.strings[name] for name in graph.operations.name]
+        checked = [at for at, name in enumerate(names) if name == "gradient_check"]
+        assert all(names[at + 1] == "gradient_scale" for at in checked)
+        read.append([int(graph.operations.bytes_read[at]) for at in checked])
+        scaled = [
+            int(graph.operations.bytes_read[at]) for at, name in enumerate(names) if name == "gradient_scale"
+        ]
+    assert read == [[], scaled]

@@ -11,7 +11,7 @@ Where the host waits for the device, it loses its lead:
 
 - Transfers between stages that are not overlapped: Megatron-LM synchronises the device after each batch of them, so the
   next action begins ``host.resume_us`` later, with the return from the wait, the step function, and the first launches.
-- A forward that fetches its batch first (:mod:`tracesim.host_waits`).
+- A forward that fetches its batch first, and one whose loss is checked (:mod:`tracesim.host_waits`).
 - Operations of kind ``HOST`` inside an action (the token counts of experts): what follows is launched from their end.
 
 Operations that are captured into a CUDA graph are launched together: the graph takes ``host.operation_us``, once for
@@ -34,7 +34,7 @@ from op_graphs.overlap.registry import TRANSFERS
 from op_graphs.vocabulary import OpKind, Stream
 
 from .engine import Execution, execute
-from .host_waits import with_batch_waits
+from .host_waits import with_batch_waits, with_loss_checks
 from .scenario import Scenario
 
 _TRANSFERS = (
@@ -55,6 +55,8 @@ class HostTimes:
     """From the end of a transfer between stages that the host waits for to the start of the action behind it."""
     batch_ns: int = 0
     """The same from the end of what ran before a forward whose batch the host waits for."""
+    loss_ns: int = 0
+    """The same from the end of a forward whose loss the host looks at."""
     launch_ns: int = 0
     """Launching each further kernel of an operation."""
     launches_experts: bool = False
@@ -72,6 +74,7 @@ def host_times(scenario: Scenario) -> HostTimes:
         round(host.operation_us * 1e3),
         resume_ns if waits else 0,
         resume_ns if scenario.libraries.batch_fetch_waits else 0,
+        resume_ns if scenario.libraries.nan_checks else 0,
         launch_ns=round(host.launch_us * 1e3),
         launches_experts=scenario.hardware.gemm.grouped_per_expert_us > 0,
     )
@@ -108,6 +111,9 @@ def with_launches(graph: OpGraph, durations: Int64, host: HostTimes) -> tuple[Op
     lags = np.where(resumes, host.resume_ns, 0)
     if host.batch_ns:
         graph, lags = with_batch_waits(graph, lags, host.batch_ns)
+        targets = np.repeat(np.arange(count), np.diff(graph.dependency_offsets))
+    if host.loss_ns:
+        graph, lags = with_loss_checks(graph, lags, host.loss_ns)
         targets = np.repeat(np.arange(count), np.diff(graph.dependency_offsets))
     if not host.operation_ns:
         return graph, lags.astype(np.int64)

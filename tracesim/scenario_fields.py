@@ -208,6 +208,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "eager": _flag(_LIBRARIES.eager),
         "deterministic": _flag(_LIBRARIES.deterministic),
         "batch_fetch_waits": _flag(_LIBRARIES.batch_fetch_waits),
+        "nan_checks": _flag(_LIBRARIES.nan_checks),
         "cublas_workspace_kib": _optional_count(1 << 24),
     },
 }

@@ -3,6 +3,7 @@
 How the runs were launched is in SimuMax's ``simu_tools/megatron_scripts/scripts/run_pretrain_llama3.sh`` and
 ``docs/b200/b200_real_repro_guide.md``: distributed optimizer without overlap of gradient reduction, parameter gather
 or point-to-point transfers, flash attention, no dropout, fp32 gradient accumulation and reduction, untied embeddings.
+On B200 it is a checkout of 2025, which looks for NaN in losses and gradients; which one the A100 ran is not said.
 The strategy's ``overlap_grad_reduce`` describes SimuMax's prediction, not the run, so it is not read.
 
 Memory of a row is the largest over its ranks; reserved memory is compared for each rank too.
@@ -36,6 +37,7 @@ def express(row: Mapping[str, Any], label: str, file: RowFile) -> MeasuredRow:
         "training": _training(strategy),
         "schedule": "interleaved-1f1b" if count_at(strategy, "interleaving_size", default=1) > 1 else "1f1b",
         "overlap": {"grad_reduce": False, "param_gather": False, "p2p": False},
+        "libraries": {"nan_checks": machine != _A100_PCIE_MACHINE},
     }
     time_ms = number_at(row, "real_ms") or number_at(row, "implied_real_ms")
     allocated, reserved = _memory(row)
