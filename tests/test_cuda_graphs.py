@@ -48,9 +48,13 @@ def test_neighbours_of_one_graph_are_launched_together():
     assert run.start.tolist() == [0, 100, 110, 120, 200, 300]
 
 
-def test_further_kernels_of_an_operation_take_a_launch_each():
+def test_further_kernels_of_experts_take_a_launch_each():
     shapes = (MemoryShape("stream", 5), GemmShape(8, 8, 8, count=4), None)
-    rows = [{"stream": Stream.COMPUTE, "shape": shape} for shape in (-1, 0, 1, -1)]
+    kinds = (OpKind.NORM, OpKind.ROUTER, OpKind.GROUPED_GEMM, OpKind.NORM)
+    rows = [
+        {"stream": Stream.COMPUTE, "shape": shape, "kind": kind}
+        for shape, kind in zip((-1, 0, 1, -1), kinds, strict=True)
+    ]
     graph = replace(graph_of(rows, [(0, 4, 0)]), shapes=shapes)
     durations = np.full(4, 1)
     grouped = execute_with_host(graph, durations, host=HostTimes(100, launch_ns=10))
@@ -58,6 +62,16 @@ def test_further_kernels_of_an_operation_take_a_launch_each():
     assert grouped.start.tolist() == [0, 140, 240, 340]
     single = execute_with_host(graph, durations, host=HostTimes(100, launch_ns=10, launches_experts=True))
     assert single.start.tolist() == [0, 140, 270, 370]
+
+
+def test_what_is_launched_inside_an_operation_takes_a_launch_alone():
+    product = {"stream": Stream.COMPUTE, "kind": OpKind.GEMM, "layer": 0, "name": 0}
+    collective = {"stream": Stream.TP, "kind": OpKind.COLLECTIVE, "layer": 0, "name": 1}
+    other = {**product, "name": 2}
+    rows = [product, collective, product, collective, product, other]
+    run = execute_with_host(graph_of(rows, [(0, 6, 0)]), np.full(6, 1), host=HostTimes(100, launch_ns=10))
+    # Pieces of one product with the collectives between them, then another product.
+    assert run.start.tolist() == [0, 10, 20, 30, 40, 140]
 
 
 def test_with_the_whole_iteration_captured_the_host_takes_no_time_and_waits_for_nothing():

@@ -1,7 +1,8 @@
 """Figures of the host: ``host.operation_us`` and ``host.resume_us``.
 
-``host.operation_us``, what launching one lowered operation takes: only small models count (hidden size up to 1,024, one
-node), whose steps are mostly bound by launches. The value at which the median error of their rows is zero.
+``host.operation_us``, what launching one lowered operation takes. On A100 only small models count (hidden size up to
+1,024, one node), whose steps are mostly bound by launches; on H100 mixtures of Megatron-Bridge's tables that run
+without CUDA graphs, whose modules are Transformer Engine's. The value at which the median error of the rows is zero.
 
 ``host.resume_us``, what lies between a transfer that the host waits for and the pass behind it: arXiv:2401.10241 has,
 for four models, the profiled times of a forward, of a backward for input and for weights, and of a transfer (table 6),
@@ -26,6 +27,8 @@ PROFILE = "a100-sxm-80g"
 _SMALL_HIDDEN, _SMALL_LAYERS, _NODE = 1024, 24, 8
 _VALUES_US = (0.0, 40.0, 80.0)
 """Where rows are simulated; the time of each is taken as linear in between."""
+EAGER_PROFILE = "h100-sxm"
+_EAGER_VALUES_US = (0.0, 110.0, 150.0, 190.0)
 _REFINED_US = 4.0
 
 PASSES_MS: dict[int, tuple[float, float, float, float]] = {
@@ -39,7 +42,7 @@ PASSES_MS: dict[int, tuple[float, float, float, float]] = {
 
 def fit(files: Sequence[Path], figure: str = "") -> list[Fit]:
     """The fits whose rows are there; of one figure, or of both."""
-    small, blocking = [], []
+    small, blocking, eager = [], [], []
     for source, row in expressed(files):
         model, parallel = row.scenario.model, row.scenario.parallel
         if source == "vtrain-ground-truth" and (
@@ -48,18 +51,29 @@ def fit(files: Sequence[Path], figure: str = "") -> list[Fit]:
             and parallel.world_size <= _NODE
         ):
             small.append(row)
+        if (
+            source == "megatron-bridge"
+            and row.scenario.hardware.name == EAGER_PROFILE
+            and model.moe is not None
+            and not row.scenario.training.cuda_graphs
+        ):
+            eager.append(row)
         if source == "zero-bubble" and row.scenario.schedule == "1f1b":
             blocking.append(row)
     found = []
     if small and figure in ("", OPERATION):
-        found.append(_operation(small))
+        what = f"one-node rows of vtrain-ground-truth, hidden size up to {_SMALL_HIDDEN}, up to {_SMALL_LAYERS} layers"
+        found.append(_operation(small, PROFILE, what, _VALUES_US))
+    if eager and figure in ("", OPERATION):
+        what = "rows of mixtures in Megatron-Bridge's tables without CUDA graphs"
+        found.append(_operation(eager, EAGER_PROFILE, what, _EAGER_VALUES_US))
     if blocking and figure in ("", RESUME):
         found.append(_resume(blocking))
     return found
 
 
-def _operation(rows: Sequence[MeasuredRow]) -> Fit:
-    errors = {value: _errors(rows, value) for value in _VALUES_US}
+def _operation(rows: Sequence[MeasuredRow], profile: str, what: str, values: Sequence[float]) -> Fit:
+    errors = {value: _errors(rows, value) for value in values}
     value = zero_of_median(errors)
     # Once more around the first answer, where rows may bend.
     for near in (value - _REFINED_US, value + _REFINED_US):
@@ -68,15 +82,14 @@ def _operation(rows: Sequence[MeasuredRow]) -> Fit:
     at_value = _errors(rows, value)
     return Fit(
         OPERATION,
-        PROFILE,
-        f"{len(rows)} one-node rows of vtrain-ground-truth, hidden size up to {_SMALL_HIDDEN}, "
-        f"up to {_SMALL_LAYERS} layers",
+        profile,
+        f"{len(rows)} {what}",
         "the median error is zero",
         value,
         "mean |error| of the iteration time, %",
         mean(abs(error) for error in errors[0.0]),
         mean(abs(error) for error in at_value),
-        mean(abs(error) for error in _errors(rows, installed_value(PROFILE, OPERATION))),
+        mean(abs(error) for error in _errors(rows, installed_value(profile, OPERATION))),
         (f"median error {median(errors[0.0]):+.1f} % before, {median(at_value):+.2f} % after",),
     )
 
