@@ -4,9 +4,9 @@ Launching one lowered operation takes the framework ``host.operation_us`` of the
 the autograd node, and all launches it stands for). What there is once for each expert of a rank takes
 ``host.launch_us`` more for each further kernel: the products of a grouped GEMM that is launched expert by expert,
 casts, the kernels of a router. Collectives of tensor parallelism and pieces of one product are launched inside an
-operation and take ``host.launch_us`` alone. The host launches the operations of an action (a forward or backward of one microbatch)
-one after another in program order, beginning when the first of them starts; between actions it keeps up. Small kernels,
-short sequences and many tensor-parallel ranks make a step host-bound.
+operation and take ``host.launch_us`` alone. The host launches the operations of an action (a forward or backward of
+one microbatch) one after another in program order, beginning when the first of them starts; between actions it keeps
+up. Small kernels, short sequences and many tensor-parallel ranks make a step host-bound.
 
 Where the host waits for the device, it loses its lead:
 
