@@ -348,3 +348,25 @@ def test_the_network_that_a_source_states_is_its_rows(gpu, fsdp, fabric, shard, 
     assert scenario.hardware.network.fabric.bandwidth_gb_per_s == fabric
     assert (scenario.parallel.hsdp_shard, scenario.parallel.flat_parameters) == (shard, True)
     assert scenario.training.grad_reduce_dtype.name == "BF16"
+
+
+@pytest.mark.parametrize(
+    ("own", "heading", "ran"), [(2048, 512, 512), (2040, 2048, 2040), (2048, None, 2048)]
+)
+def test_of_two_stated_batches_the_smaller_one_ran(own, heading, ran, tmp_path):
+    notes = "shape text above: NHIDDEN=6144 / NLAYERS=48" + (f" / GBS={heading}" if heading else "")
+    row = changed(
+        GPT_22B, gbs=own, mbs=1, notes=notes, source="bigscience-tr11", parallel={"dp": 1, "pp": 1, "tp": 8}
+    )
+    assert expressed(row, tmp_path).scenario.training.num_microbatches == ran
+
+
+@pytest.mark.parametrize(("own", "layers"), [(10, 10), (None, 6)])
+def test_layers_of_a_row_count_before_those_of_its_heading(own, layers, tmp_path):
+    model = {"name": "GPT 18B", "seq": 2048} | ({"layers": own} if own else {})
+    notes = "shape text above: NHIDDEN=14336 / NLAYERS=6 / GBS=512"
+    parallel = {"dp": 1, "pp": 1, "tp": 8}
+    row = changed(
+        GPT_22B, gbs=2048, mbs=1, notes=notes, source="bigscience-tr11", parallel=parallel, model=model
+    )
+    assert expressed(row, tmp_path).scenario.model.layers == layers

@@ -189,7 +189,9 @@ def model_of(row: Mapping[str, Any], settings: SourceSettings) -> str | dict[str
         raise RowSkippedError(f"no preset and no rule for the architecture of {name or 'an unnamed model'!r}")
     stated = {**_GPT_SIZES.get(known, {}), **stated}
     if settings.shape_from_size:
-        stated = _completed(stated, name, stated.get("vocab_size") or settings.vocab_size or 0)
+        completed = _completed(stated, name, stated.get("vocab_size") or settings.vocab_size or 0)
+        # Layers in the row itself are its own, whatever the name of the model that it is cut from says.
+        stated = completed | ({"layers": stated["layers"]} if model.get("layers") is not None else {})
     missing = [key for key in ("layers", "hidden_size", "heads") if key not in stated]
     if missing:
         raise RowSkippedError(f"the row does not say {', '.join(missing)} of {name}")

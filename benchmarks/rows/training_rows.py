@@ -309,7 +309,11 @@ def _training(
     if row.get("gbs") is None and row.get("num_microbatches") is None and stated is not None:
         training["global_batch_size"] = int(stated.group(1))
     elif row.get("gbs") is not None and row.get("local_batch") is None:
+        # A row's own may be the batch of the whole table, or one rounded down to its ranks: the smaller one ran. For
+        # rows of BigScience below a heading with 512, TFLOP/s times iteration time is the work of 512 sequences.
         training["global_batch_size"] = count_at(row, "gbs")
+        if stated is not None:
+            training["global_batch_size"] = min(training["global_batch_size"], int(stated.group(1)))
     else:
         training["num_microbatches"] = count_at(
             row, "num_microbatches", default=1 if row.get("local_batch") is not None else None
