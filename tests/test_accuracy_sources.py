@@ -304,7 +304,7 @@ def test_a_run_of_torchtitan_as_its_configurations_have_it(tmp_path):
     """Tensor operations one by one, every second product again, communication that takes from compute."""
     scenario = expressed(TITAN, tmp_path).scenario
     recompute, overlap = scenario.training.recompute, scenario.overlap
-    assert (recompute.keeps_products, recompute.every_second_product) == (True, True)
+    assert (recompute.mode, recompute.keep) == ("selective", "every-second-product")
     assert (scenario.libraries.eager, scenario.libraries.transformer_engine) == (True, False)
     assert (scenario.training.cross_entropy, overlap.contention) == ("torch", True)
     assert (scenario.parallel.zero, scenario.parallel.flat_parameters) == (3, False)
