@@ -370,3 +370,22 @@ def test_layers_of_a_row_count_before_those_of_its_heading(own, layers, tmp_path
         GPT_22B, gbs=2048, mbs=1, notes=notes, source="bigscience-tr11", parallel=parallel, model=model
     )
     assert expressed(row, tmp_path).scenario.model.layers == layers
+
+
+@pytest.mark.parametrize(
+    ("table", "technique", "loss"),
+    [
+        ("2024-12 Table 2", "compile", "torch"),
+        ("2025-06 async TP", "compile", "te"),
+        ("2025-06", "eager", "torch"),
+    ],
+)
+def test_torchtitan_compiles_the_loss_since_2025(table, technique, loss, tmp_path):
+    row = {
+        **TITAN,
+        "source": "torchtitan-bench",
+        "table": table,
+        "technique": technique,
+        "recompute": "full AC",
+    }
+    assert expressed(row, tmp_path).scenario.training.cross_entropy == loss

@@ -48,6 +48,8 @@ class SourceSettings:
     batch_fetch_waits: bool = False
     """Whether the host waits for the device in every forward to fetch its batch."""
     cross_entropy_fusion: bool | str = False
+    loss_compiled_in: tuple[str, ...] = ()
+    """Tables, by their beginning, whose compiled runs compile the loss as well."""
     transformer_engine: bool = True
     eager: bool = False
     """Whether pointwise operations are neither fused nor, where a row does not say so, compiled."""
@@ -266,12 +268,15 @@ SETTINGS: dict[str, SourceSettings] = {
     "torchtitan-perf-2024": SourceSettings(
         attention="flash-2", transformer_engine=False, eager=True, cross_entropy_fusion="torch"
     ),
+    # Since 2025 it compiles the loss with the layers (components/loss.py): one pass over the logits and one over their
+    # gradient.
     "torchtitan-bench": SourceSettings(
         attention="flash-2",
         transformer_engine=False,
         sp=True,
         shards_over_context=True,
         cross_entropy_fusion="torch",
+        loss_compiled_in=("2025",),
         seq_len=8192,
         dtype="bf16",
         zero=3,

@@ -302,7 +302,7 @@ def _training(
         "grad_reduce_dtype": settings.grad_reduce_dtype,
         "recompute": _recompute(row, settings),
         "attention": attention,
-        "cross_entropy_fusion": settings.cross_entropy_fusion,
+        "cross_entropy_fusion": _loss(row, settings),
         "gradient_accumulation_fusion": settings.gradient_accumulation_fusion,
     }
     stated = re.search(r"\bGBS=(\d+)", text_at(row, "notes"))
@@ -332,6 +332,14 @@ def _offload(row: Mapping[str, Any]) -> dict[str, Any] | None:
     if found is None:
         raise RowSkippedError(f"offload {text!r} is not expressed")
     return {"optimizer": int(found.group(1)) / 100, "optimizer_overlap": found.group(3) is None}
+
+
+def _loss(row: Mapping[str, Any], settings: SourceSettings) -> bool | str:
+    """The kernels of the loss; what a compiler makes of it works on the logits as Transformer Engine's do."""
+    compiled = "compile" in text_at(row, "technique")
+    if compiled and settings.loss_compiled_in and text_at(row, "table").startswith(settings.loss_compiled_in):
+        return True
+    return settings.cross_entropy_fusion
 
 
 def _precision_text(row: Mapping[str, Any]) -> str:
