@@ -72,7 +72,8 @@ def _bits(row: MeasuredRow) -> str:
 
 def _fit(rate: _Rate, rows: Sequence[MeasuredRow]) -> Fit:
     errors = {value: _errors(rows, rate.figure, value) for value in rate.values}
-    value = float(f"{zero_of_median(errors):.3g}")
+    # Errors fall as rates rise.
+    value = float(f"{zero_of_median({at: [-error for error in found] for at, found in errors.items()}):.3g}")
     after = _errors(rows, rate.figure, value)
     installed = _errors(rows, rate.figure, installed_value(rate.profile, rate.figure))
     return Fit(
