@@ -28,9 +28,9 @@ _LEAST_HIDDEN = 4096
 
 @dataclass(frozen=True)
 class _Rate:
-    """A figure, the profile that holds it, and which rows decide it."""
+    """A figure, the profiles of the chip that it belongs to, and which rows decide it."""
 
-    profile: str
+    profiles: tuple[str, ...]
     figure: str
     bits: str
     """Element type of the products of the rows."""
@@ -40,11 +40,10 @@ class _Rate:
 
 
 RATES = (
-    _Rate("h100-sxm", "gemm.dtype_ratio.fp8", "fp8", 0.88, (0.9, 1.0, 1.1)),
-    _Rate("b200-sxm", "gemm.sustained_dtype_ratio.fp8", "fp8", 1.0, (1.0, 1.15, 1.3)),
-    _Rate("gb200-nvl72", "gemm.sustained_dtype_ratio.fp8", "fp8", 1.0, (1.0, 1.15, 1.3)),
-    _Rate("gb300-nvl72", "attention.forward_efficiency", "fp8", 0.549, (0.55, 0.7, 0.85)),
-    _Rate("gb300-nvl72", "gemm.sustained_dtype_ratio.fp4", "fp4", 0.66, (0.5, 0.65, 0.8)),
+    _Rate(("h100-sxm",), "gemm.dtype_ratio.fp8", "fp8", 0.88, (0.9, 1.0, 1.1)),
+    _Rate(("b200-sxm", "gb200-nvl72"), "gemm.sustained_dtype_ratio.fp8", "fp8", 1.0, (1.0, 1.15, 1.3)),
+    _Rate(("gb300-nvl72",), "attention.forward_efficiency", "fp8", 0.549, (0.55, 0.7, 0.85)),
+    _Rate(("gb300-nvl72",), "gemm.sustained_dtype_ratio.fp4", "fp4", 0.66, (0.5, 0.65, 0.8)),
 )
 FIGURES = tuple(dict.fromkeys(rate.figure for rate in RATES))
 
@@ -54,7 +53,7 @@ def fit(files: Sequence[Path], figure: str = "") -> list[Fit]:
     rows = [row for source, row in expressed(files) if source in _SOURCES and _is_dense(row)]
     fits = []
     for rate in RATES:
-        own = [row for row in rows if row.scenario.hardware.name == rate.profile and _bits(row) == rate.bits]
+        own = [row for row in rows if row.scenario.hardware.name in rate.profiles and _bits(row) == rate.bits]
         if own and figure in ("", rate.figure):
             fits.append(_fit(rate, own))
     return fits
@@ -75,11 +74,12 @@ def _fit(rate: _Rate, rows: Sequence[MeasuredRow]) -> Fit:
     # Errors fall as rates rise.
     value = float(f"{zero_of_median({at: [-error for error in found] for at, found in errors.items()}):.3g}")
     after = _errors(rows, rate.figure, value)
-    installed = _errors(rows, rate.figure, installed_value(rate.profile, rate.figure))
+    installed = _errors(rows, rate.figure, installed_value(rate.profiles[0], rate.figure))
     return Fit(
         rate.figure,
-        rate.profile,
-        f"{len(rows)} rows of dense models with {rate.bits} products in Megatron-Bridge's and NeMo's tables",
+        rate.profiles[0],
+        f"{len(rows)} rows of dense models with {rate.bits} products in Megatron-Bridge's and NeMo's tables"
+        f" ({', '.join(rate.profiles)})",
         "the median error is zero",
         value,
         "mean |error| of the iteration time, %",
