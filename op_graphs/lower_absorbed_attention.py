@@ -19,7 +19,7 @@ from .graph import GemmShape
 from .lower_core_attention import AttentionSizes
 from .lower_latent_attention import (
     LatentPath,
-    down_and_norm,
+    down_paths,
     latent_of,
     path_backward,
     path_behind_norm_backward,
@@ -140,17 +140,7 @@ def absorbed_projections_forward(
     keep_input: bool,
 ) -> tuple[AbsorbedSaved, Tensor]:
     """Emit the projections; returns what is kept, and queries with latent and rotary key."""
-    latent = latent_of(context)
-    query: LatentPath | None = None
-    if latent.q_lora_rank:
-        query = down_and_norm(
-            builder, context, layer, "q", latent.q_lora_rank, normalized, keep_input=keep_input
-        )
-    key_value = down_and_norm(
-        builder, context, layer, "kv", latent.kv_lora_rank, normalized, keep_input=keep_input
-    )
-    if query is not None and not keep_input:
-        builder.release(normalized, builder.last_row)
+    query, key_value = down_paths(builder, context, layer, normalized, keep_input=keep_input)
     up_recomputed = context.recomputes(Part.LATENT_UP_PROJECTIONS) and builder.keep_activations
     keep, builder.keep_activations = builder.keep_activations, builder.keep_activations and not up_recomputed
     source = normalized if query is None else query.normalized

@@ -87,10 +87,10 @@ def _qkv_bytes(context: LoweringContext) -> float:
     return context.token_bytes(heads * (2 * latent.qk_head_size + latent.v_head_size))
 
 
-def latent_projections_forward(
+def down_paths(
     builder: ProgramBuilder, context: LoweringContext, layer: int, normalized: Tensor, *, keep_input: bool
-) -> tuple[LatentSaved, Tensor]:
-    """Emit the projections; returns what is kept, and q, k, v."""
+) -> tuple[LatentPath | None, LatentPath]:
+    """Emit the ways down to the latents of queries, None where they have none, and of keys and values."""
     latent = latent_of(context)
     query: LatentPath | None = None
     if latent.q_lora_rank:
@@ -102,6 +102,14 @@ def latent_projections_forward(
     )
     if query is not None and not keep_input:
         builder.release(normalized, builder.last_row)
+    return query, key_value
+
+
+def latent_projections_forward(
+    builder: ProgramBuilder, context: LoweringContext, layer: int, normalized: Tensor, *, keep_input: bool
+) -> tuple[LatentSaved, Tensor]:
+    """Emit the projections; returns what is kept, and q, k, v."""
+    query, key_value = down_paths(builder, context, layer, normalized, keep_input=keep_input)
     up_recomputed = context.recomputes(Part.LATENT_UP_PROJECTIONS) and builder.keep_activations
     inputs = {"q": normalized if query is None else query.normalized, "kv": key_value.normalized}
     keep, builder.keep_activations = builder.keep_activations, builder.keep_activations and not up_recomputed
