@@ -7,7 +7,8 @@ give, which is the test of the ranges: a source had no part in the range it is h
 this is 80 % on average, or as near as tails of 2.5 % come. ``--write`` puts the quantiles into
 ``tracesim/residuals.yaml``.
 
-Left out are sources that are no runs of their own (:data:`NOT_RUNS`) and rows that their settings do not determine.
+Left out are sources that are no runs of their own (:data:`NOT_RUNS`) or ran under a profiler (:data:`PROFILED`), and
+rows that their settings do not determine.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from tracesim.confidence import ALLOCATED, CONFIDENCE, FIGURES, RESERVED, time_f
 
 NOT_RUNS = frozenset({"calculon-validation", "megatron-bridge-ablations"})
 """Sources whose rows are computed, or given for the difference between two settings and not for themselves."""
+PROFILED = frozenset({"ccl-bench"})
+"""Sources whose steps were taken from traces, so that the profiler's own work is in their times."""
 LEAST_TAIL = 2.5
 FULL_DEVICES = frozenset({"torchtitan-bench"})
 """Sources whose reserved memory is what the device had room for: 84 of 95 GiB at every length of the sequence."""
@@ -44,7 +47,7 @@ def ratios_of(rows: Sequence[Mapping[str, Any]]) -> Ratios:
     """Measured over predicted by figure and source, from the rows of a scoreboard."""
     found: dict[str, dict[str, list[float]]] = {figure: {} for figure in FIGURES}
     for row in rows:
-        if row["source"] in NOT_RUNS or row.get("undetermined"):
+        if row["source"] in NOT_RUNS | PROFILED or row.get("undetermined"):
             continue
         figures = {"allocated": ALLOCATED, "reserved": RESERVED}
         figures["time"] = time_figure(row["world_size"], _gpus_per_domain(row["hardware"]))

@@ -122,6 +122,7 @@ def test_what_megatron_trains_where_nothing_else_is_said():
         ({"attention-backend": "unfused"}, lambda s: s.training.attention, "unfused"),
         ({"transformer-impl": "local"}, lambda s: (s.training.attention, s.libraries.transformer_engine),
          ("unfused", False)),
+        ({"spec": "local"}, lambda s: (s.training.attention, s.libraries.transformer_engine), ("unfused", False)),
         ({"cross-entropy-loss-fusion": True}, lambda s: s.training.cross_entropy, "native"),
         ({"cross-entropy-loss-fusion": True, "cross-entropy-fusion-impl": "te"}, lambda s: s.training.cross_entropy,
          "te"),

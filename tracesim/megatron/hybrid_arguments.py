@@ -46,9 +46,10 @@ class HybridLayers:
 def read_hybrid(arguments: Arguments) -> HybridLayers | None:
     """The layers where the arguments are those of a hybrid model; None for a plain transformer."""
     hybrid = arguments.flag("is-hybrid-model")
-    spec = [word.rpartition(".")[2] for word in arguments.words("spec")]
-    if arguments.given("spec") and not set(spec) & set(_SPECS):
-        arguments.refuse("spec", f"names layers in code of its own; known are {', '.join(_SPECS)}")
+    # ``--spec local`` are plain layers without Transformer Engine (``uses_transformer_engine``).
+    spec = [] if arguments.get("spec") == "local" else arguments.words("spec")
+    if spec and not {word.rpartition(".")[2] for word in spec} & set(_SPECS):
+        arguments.refuse("spec", f"names layers in code of its own; known are local, {', '.join(_SPECS)}")
     name = "hybrid-layer-pattern" if arguments.given("hybrid-layer-pattern") else "hybrid-override-pattern"
     text = arguments.text(name)
     shares = [arguments.number(f"hybrid-{part}-ratio", 0.0) for part in ("attention", "mlp")]
