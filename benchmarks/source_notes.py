@@ -73,13 +73,14 @@ NOTES: dict[str, SourceNote] = {
     "torchtitan-perf-2024": SourceNote("Llama 2 and 3 with FSDP2 on 64 A100"),
     "megatron-bridge": SourceNote(
         "NeMo recipes on H100 to GB300",
-        "rate of 8-bit products: 49 dense rows, those of nemo-* included; host.operation_us of the H100: 16 rows",
+        "rate of 8-bit products: 49 dense rows, those of nemo-* included; host.operation_us of the H100: 13 rows",
         "mixtures of experts: what the host takes for eager ones, and fused kernels of the captured ones that are not "
-        "lowered; recipes are read by release where a row does not state them",
+        "lowered; recipes are read by release where a row does not state them. Hybrid models are 3 to 27 % too fast, "
+        "because scans are costed as kernels that reach the bandwidth of a copy",
     ),
     "megatron-golden": SourceNote("functional tests of Megatron-LM, memory of the last rank"),
     "megatron-bridge-ablations": SourceNote(
-        "Moonlight 16B on 8 H100 with one setting changed at a time",
+        "Moonlight 16B on 8 H100 and Nemotron 3 Nano on 16, with one setting changed at a time",
         "no",
         "one small microbatch a step, so what the host does decides; the rows are meant for their differences",
     ),

@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks.rows import RowSkippedError
 from benchmarks.rows.configurations import configuration_of
+from benchmarks.rows.recipes import bridge_recipe
+from op_graphs.vocabulary import DType
 from tests.measured_rows import expressed
 from tracesim.scenario import Scenario
 
@@ -24,6 +26,17 @@ LORA: dict[str, Any] = {
     "model": {"name": "LLAMA2-7B", "seq": 4096},
     "parallel": {"tp": 1, "pp": 1},
     "metrics": {"tokens_per_s_per_gpu": 25206},
+}
+ABLATION: dict[str, Any] = {
+    "source": "megatron-bridge-ablations",
+    "framework": "Megatron-Bridge",
+    "gpu": "H100-80GB-SXM",
+    "num_gpus": 8,
+    "gbs": 8,
+    "mbs": 1,
+    "precision": "bf16",
+    "recompute": "selective moe",
+    "metrics": {"iter_time_s": 0.5},
 }
 CCL: dict[str, Any] = {
     "source": "ccl-bench",
@@ -48,6 +61,43 @@ def refusal(row: dict[str, Any], folder: Path, **changes: Any) -> str:
     with pytest.raises(RowSkippedError) as caught:
         expressed({**row, **changes}, folder)
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "model", "parallel", "graphs", "moments"),
+    [
+        ("Moonlight recompute", "Moonlight 16B", {"tp": 2, "pp": 1, "ep": 8}, (), DType.BF16),
+        (
+            "Nemotron 3 Nano recompute",
+            "Nemotron 3 Nano",
+            {"tp": 1, "pp": 1, "ep": 8},
+            ("attn", "mamba"),
+            DType.FP32,
+        ),
+    ],
+)
+def test_ablations_change_one_setting_of_a_recipe(table, model, parallel, graphs, moments, tmp_path):
+    found = scenario(
+        ABLATION, tmp_path, table=table, model={"name": model, "seq": 4096}, parallel={**parallel, "cp": 1}
+    )
+    assert found.training.grad_reduce_dtype is DType.BF16
+    assert found.training.cuda_graphs == graphs
+    assert found.training.optimizer_dtypes.moments is moments
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "recompute", "graphs"),
+    [
+        ("h100", "fp8", ("moe", "layernorm", "core_attn"), ("mamba",)),
+        ("h100", "bf16", ("moe", "layernorm"), ("attn", "mamba")),
+        ("gb300", "mxfp8", (), ("attn", "mamba", "moe_router", "moe_preprocess")),
+    ],
+)
+def test_recipes_of_hybrid_models_run_again_and_capture_what_the_machine_asks_for(
+    gpu, precision, recompute, graphs
+):
+    recipe = bridge_recipe("nemotron3-nano-30b-a3b", gpu, precision, 1, {"tp": 1, "pp": 1}, (26, 4))
+    assert (recipe.recompute, recipe.cuda_graphs, recipe.dispatcher) == (recompute, graphs, "deepep")
 
 
 def test_adapters_of_nvidias_fine_tuning_lie_at_the_projection_of_queries_keys_and_values(tmp_path):

@@ -84,6 +84,37 @@ def _bridge(row: Section) -> Configuration:
     return _adapters(16) if "LoRA" in text_at(row, "table") else Configuration()
 
 
+def _ablations(row: Section) -> Configuration:
+    """The recipes that these rows change one setting of.
+
+    Moonlight: src/megatron/bridge/recipes/moonlight/moonlight_16b.py, ``moonlight_16b_pretrain_config``: gradients are
+    reduced and kept in bf16, and so are both moments (``use_precision_aware_optimizer``). Nemotron 3 Nano, whose rows
+    name HybridEP and CUDA graphs: scripts/performance/configs/nemotronh, ``nemotron_3_nano_llm_pretrain.py`` (gradients
+    reduced in bf16) and ``nemotron_3_workload_base_configs.py`` (graphs of attention and Mamba layers on H100 in bf16).
+    """
+    table = text_at(row, "table")
+    if table.startswith("Moonlight"):
+        return Configuration(
+            scenario={
+                "training": {"grad_reduce_dtype": "bf16", "optimizer_dtypes": {"moments": "bf16"}},
+                "libraries": {"nan_checks": True},
+            },
+            notes=("bf16 gradients and moments are those of the recipe for pre-training Moonlight 16B",),
+        )
+    if table.startswith("Nemotron 3 Nano"):
+        return Configuration(
+            scenario={
+                "training": {"grad_reduce_dtype": "bf16", "cuda_graphs": ["attn", "mamba"]},
+                "parallel": {"ep_dispatcher": "deepep"},
+            },
+            notes=(
+                "bf16 gradients and graphs of attention and Mamba are those of the performance recipe; HybridEP counts "
+                "as node-limited dispatch",
+            ),
+        )
+    return Configuration()
+
+
 # -- NeMo AutoModel --------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +325,7 @@ _CONFIGURATIONS: dict[str, Callable[[Section], Configuration]] = {
     "nemo-24.07": _nemo,
     "nemo-24.12": _nemo,
     "megatron-bridge": _bridge,
+    "megatron-bridge-ablations": _ablations,
     "nemo-automodel": _automodel,
     "torchtitan-bench": _torchtitan,
     "ccl-bench": _ccl_bench,

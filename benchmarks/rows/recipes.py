@@ -17,6 +17,7 @@ from typing import Any
 from op_graphs.cuda_graphs import FULL_ITERATION
 
 _LAYER_GRAPHS = ("attn", "moe_router", "moe_preprocess")
+_MIXER_GRAPHS = ("attn", "mamba", "moe_router", "moe_preprocess")
 _ROUTER_GRAPHS = ("moe_router", "moe_preprocess")
 _WHOLE = (FULL_ITERATION,)
 CAPTURED_MOE = (26, 6)
@@ -67,7 +68,7 @@ def bridge_recipe(
     elif model == "gpt-oss-120b":
         recipe = _gpt_oss(gpu, precision, release)
     elif model.startswith("nemotron3"):
-        recipe = _nemotron(model, gpu)
+        recipe = _nemotron(model, gpu, precision)
     else:
         recipe = _llama(model, gpu, precision, sharded=parallel.get("zero") == 3)
     overlaps = recipe.overlaps_experts and (parallel.get("pp", 1) == 1 or parallel.get("vpp", 1) > 1)
@@ -97,16 +98,25 @@ def _deepseek(gpu: str, precision: str, parallel: Mapping[str, Any], release: tu
     return Recipe(("mla_up_proj",), "deepep", False, graphs)
 
 
-def _nemotron(model: str, gpu: str) -> Recipe:
-    """``perf_recipes/nemotronh`` and before them ``configs/nemotronh``; HybridEP counts as node-limited dispatch.
+def _nemotron(model: str, gpu: str, precision: str) -> Recipe:
+    """``scripts/performance/configs/nemotronh/nemotron_3_workload_base_configs.py``, which all rows agree with.
 
-    That 14 of Super's layers stay in bf16 beside NVFP4 is not expressed.
+    HybridEP counts as node-limited dispatch. That 14 of Super's layers stay in bf16 beside NVFP4 is not expressed.
     """
+    if gpu == "h100" and precision == "bf16":
+        return Recipe(("moe", "layernorm"), "deepep", False, ("attn", "mamba"))
     if gpu == "h100":
-        return Recipe(("moe", "layernorm", "core_attn"), "deepep")
-    if gpu == "b300" and model.startswith("nemotron3-super"):
-        return Recipe(("moe_act", "layernorm"), "deepep")
-    return Recipe(dispatcher="deepep")
+        # The recipe names moe_act as well, which running experts again as a whole includes.
+        return Recipe(("moe", "layernorm", "core_attn"), "deepep", False, ("mamba",))
+    if not model.startswith("nemotron3-super"):
+        return Recipe((), "deepep", False, _MIXER_GRAPHS)
+    if gpu == "b200":
+        again = (
+            ("moe_act", "moe", "layernorm", "core_attn") if precision == "bf16" else ("moe_act", "layernorm")
+        )
+        return Recipe(again, "deepep")
+    again = ("moe_act", "layernorm") if gpu == "b300" and precision != "mxfp8" else ()
+    return Recipe(again, "deepep", False, _MIXER_GRAPHS)
 
 
 def _kimi(mbs: int) -> Recipe:
