@@ -105,18 +105,18 @@ def _nemotron(model: str, gpu: str, precision: str) -> Recipe:
     """
     if gpu == "h100" and precision == "bf16":
         return Recipe(("moe", "layernorm"), "deepep", False, ("attn", "mamba"))
+    # Recipes name moe_act beside moe, which running experts again as a whole includes.
     if gpu == "h100":
-        # The recipe names moe_act as well, which running experts again as a whole includes.
         return Recipe(("moe", "layernorm", "core_attn"), "deepep", False, ("mamba",))
     if not model.startswith("nemotron3-super"):
         return Recipe((), "deepep", False, _MIXER_GRAPHS)
+    if gpu == "b200" and precision == "bf16":
+        return Recipe(("moe", "layernorm", "core_attn"), "deepep")
     if gpu == "b200":
-        again = (
-            ("moe_act", "moe", "layernorm", "core_attn") if precision == "bf16" else ("moe_act", "layernorm")
-        )
-        return Recipe(again, "deepep")
-    again = ("moe_act", "layernorm") if gpu == "b300" and precision != "mxfp8" else ()
-    return Recipe(again, "deepep", False, _MIXER_GRAPHS)
+        return Recipe(("moe_act", "layernorm"), "deepep")
+    if gpu == "b300" and precision != "mxfp8":
+        return Recipe(("moe_act", "layernorm"), "deepep", False, _MIXER_GRAPHS)
+    return Recipe((), "deepep", False, _MIXER_GRAPHS)
 
 
 def _kimi(mbs: int) -> Recipe:
