@@ -38,6 +38,19 @@ ABLATION: dict[str, Any] = {
     "recompute": "selective moe",
     "metrics": {"iter_time_s": 0.5},
 }
+ZOO: dict[str, Any] = {
+    "source": "moe-modelzoo",
+    "table": "H100 performance",
+    "gpu": "H100",
+    "num_gpus": 256,
+    "gbs": 2048,
+    "mbs": 1,
+    "precision": "BF16",
+    "recompute": "norm, act",
+    "model": {"name": "Qwen3-235B", "seq": 4096},
+    "parallel": {"cp": 1, "dp": 16, "ep": 32, "etp": 1, "pp": 8, "tp": 2, "vpp": 4},
+    "metrics": {"iter_time_s": 19.7},
+}
 CCL: dict[str, Any] = {
     "source": "ccl-bench",
     "framework": "torchtitan",
@@ -83,6 +96,19 @@ def test_ablations_change_one_setting_of_a_recipe(table, model, parallel, graphs
     assert found.training.grad_reduce_dtype is DType.BF16
     assert found.training.cuda_graphs == graphs
     assert found.training.optimizer_dtypes.moments is moments
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "notes", "expected"),
+    [
+        ("DeepEP", "", ("deepep", "interleaved-1f1b")),
+        ("A2A", "main(1e057005)", ("alltoall", "interleaved-1f1b")),
+        ("DeepEP", "+1f1b overlap", ("deepep", "1f1b-overlap")),
+    ],
+)
+def test_rows_of_the_model_zoo_say_dispatcher_and_overlap(dispatcher, notes, expected, tmp_path):
+    found = scenario(ZOO, tmp_path, dispatcher=dispatcher, notes=notes)
+    assert (found.parallel.ep_dispatcher, found.schedule) == expected
 
 
 @pytest.mark.parametrize(

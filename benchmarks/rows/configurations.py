@@ -22,8 +22,8 @@ class Configuration:
 
     row: Section = field(default_factory=dict)
     """Fields that the row leaves out, or prints in another sense."""
-    scenario: Mapping[str, Section] = field(default_factory=dict)
-    """Fields of the scenario by section."""
+    scenario: Mapping[str, Section | str] = field(default_factory=dict)
+    """Fields of the scenario by section; the schedule by its name."""
     notes: tuple[str, ...] = ()
 
     def completed(self, row: Section) -> dict[str, Any]:
@@ -33,8 +33,10 @@ class Configuration:
     def apply(self, mapping: dict[str, Any]) -> None:
         """Put the configuration's fields into a scenario's mapping."""
         for section, values in self.scenario.items():
-            given = mapping[section]
-            mapping[section] = {**given, **values} if isinstance(given, dict) else dict(values)
+            given = mapping.get(section)
+            if isinstance(values, Mapping):
+                values = {**given, **values} if isinstance(given, dict) else dict(values)
+            mapping[section] = values
 
 
 def configuration_of(row: Section, source: str) -> Configuration:
@@ -113,6 +115,19 @@ def _ablations(row: Section) -> Configuration:
             ),
         )
     return Configuration()
+
+
+_DISPATCHERS = {"DeepEP": "deepep", "A2A": "alltoall"}
+
+
+def _modelzoo(row: Section) -> Configuration:
+    """What rows of Megatron-MoE-ModelZoo say in columns and notes of their own."""
+    scenario: dict[str, Section | str] = {}
+    if dispatcher := _DISPATCHERS.get(text_at(row, "dispatcher")):
+        scenario["parallel"] = {"ep_dispatcher": dispatcher}
+    if "1f1b overlap" in text_at(row, "notes"):
+        scenario |= {"overlap": {"ep": True}, "schedule": "1f1b-overlap"}
+    return Configuration(scenario=scenario)
 
 
 # -- NeMo AutoModel --------------------------------------------------------------------------------------------------
@@ -326,6 +341,7 @@ _CONFIGURATIONS: dict[str, Callable[[Section], Configuration]] = {
     "nemo-24.12": _nemo,
     "megatron-bridge": _bridge,
     "megatron-bridge-ablations": _ablations,
+    "moe-modelzoo": _modelzoo,
     "nemo-automodel": _automodel,
     "torchtitan-bench": _torchtitan,
     "ccl-bench": _ccl_bench,
