@@ -12,14 +12,14 @@ from ..lower_attention import (
     restored_attention,
     stored_attention,
 )
-from ..lower_linear import layer_linear, row_parallel_backward, row_parallel_forward
+from ..lower_linear import layer_linear, row_parallel_forward
 from ..lowering_context import LoweringContext
 from ..model import LatentAttention, ModelDescription
 from ..offload_activations import begin_part, end_part, offload
 from ..parameters_tensors import ParameterTensor, TensorCuts, local_kv_heads
 from ..program import ProgramBuilder, Tensor
 from ..recompute import Part
-from .mixer import BlockGradient, Mixer
+from .mixer import BlockGradient, Mixer, output_projection_backward
 
 
 class Attention(Mixer):
@@ -74,7 +74,15 @@ class Attention(Mixer):
         if context.stores_quantized:
             saved = restored_attention(builder, context, saved)
         begin_part(builder, context, layer, "attn_proj")
-        d_core = _projection_backward(builder, context, layer, saved, gradient)
+        # Without a copy behind core attention its backward still reads what the projection read.
+        d_core = output_projection_backward(
+            builder,
+            context,
+            layer_linear(context, layer, "proj"),
+            saved.output,
+            gradient,
+            reads_output_again=saved.output == saved.core.output,
+        )
         end_part(builder, context, layer, "attn_proj")
         source = normalized()
         begin_part(builder, context, layer, "core_attn")
@@ -138,29 +146,6 @@ def _copies_suffice(context: LoweringContext, attention: AttentionSaved) -> bool
     latent = attention.latent
     reads_again = latent is not None and latent.query is None
     return context.recipe is not None and not (reads_again and context.recomputes(Part.LATENT_UP_PROJECTIONS))
-
-
-def _projection_backward(
-    builder: ProgramBuilder,
-    context: LoweringContext,
-    layer: int,
-    saved: AttentionSaved,
-    gradient: BlockGradient,
-) -> Tensor:
-    """Backward of the output projection; its input may be what core attention's backward still reads."""
-    consumed: tuple[Tensor, ...] = ()
-    borrowed: tuple[Tensor, ...] = ()
-    if saved.output == saved.core.output:
-        borrowed = (saved.output,)
-    else:
-        consumed = (saved.output,)
-    branch = gradient.branch
-    if gradient.is_shared:
-        borrowed = (*borrowed, branch)
-    else:
-        consumed = (*consumed, branch)
-    linear = layer_linear(context, layer, "proj")
-    return row_parallel_backward(builder, context, linear, branch, consumed=consumed, borrowed=borrowed)
 
 
 def _parameters(cuts: TensorCuts, path: str, layer: int) -> list[ParameterTensor]:

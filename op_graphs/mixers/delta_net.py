@@ -16,7 +16,6 @@ from ..linear import Linear
 from ..lower_linear import (
     column_parallel_backward,
     column_parallel_forward,
-    row_parallel_backward,
     row_parallel_forward,
 )
 from ..lowering_context import LoweringContext
@@ -24,7 +23,7 @@ from ..model import GatedDeltaNet, ModelDescription
 from ..parameters_tensors import ParameterTensor, TensorCuts
 from ..program import ProgramBuilder, Tensor
 from .delta_rule import CHUNK, DeltaSaved, DeltaSizes, delta_backward, delta_forward
-from .mixer import BlockGradient, Mixer
+from .mixer import BlockGradient, Mixer, output_projection_backward
 
 
 @dataclass
@@ -78,14 +77,8 @@ class DeltaNetMixer(Mixer):
         normalized: Callable[[], Tensor],
     ) -> Tensor:
         """Emit the backward pass of :meth:`forward`."""
-        shared = gradient.is_shared
-        d_output = row_parallel_backward(
-            builder,
-            context,
-            _out_projection(context, layer),
-            gradient.branch,
-            consumed=(saved.output,) if shared else (saved.output, gradient.branch),
-            borrowed=(gradient.branch,) if shared else (),
+        d_output = output_projection_backward(
+            builder, context, _out_projection(context, layer), saved.output, gradient
         )
         sizes, module = DeltaSizes.of(context), context.module(layer, "self_attention")
         d_projection = delta_backward(builder, context, sizes, saved.delta, d_output, module)

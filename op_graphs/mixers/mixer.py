@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..flops_conventions import FlopsConvention
+from ..linear import Linear
+from ..lower_linear import row_parallel_backward
 from ..lowering_context import LoweringContext
 from ..model import ModelDescription
 from ..parameters_tensors import ParameterTensor, TensorCuts
@@ -29,6 +31,30 @@ class BlockGradient:
     def is_shared(self) -> bool:
         """Whether both are one tensor, which the layer still needs."""
         return self.branch == self.residual
+
+
+def output_projection_backward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    linear: Linear,
+    output: Tensor,
+    gradient: BlockGradient,
+    *,
+    reads_output_again: bool = False,
+) -> Tensor:
+    """Backward of a mixer's last linear, whose input is ``output``; returns the gradient of that.
+
+    Releases ``output`` unless ``reads_output_again``, and the gradient unless the layer still needs it.
+    """
+    read = ((output, reads_output_again), (gradient.branch, gradient.is_shared))
+    return row_parallel_backward(
+        builder,
+        context,
+        linear,
+        gradient.branch,
+        consumed=tuple(tensor for tensor, again in read if not again),
+        borrowed=tuple(tensor for tensor, again in read if again),
+    )
 
 
 class Mixer(ABC):

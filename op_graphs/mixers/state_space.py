@@ -22,7 +22,6 @@ from ..linear import Linear
 from ..lower_linear import (
     column_parallel_backward,
     column_parallel_forward,
-    row_parallel_backward,
     row_parallel_forward,
 )
 from ..lowering_context import LoweringContext
@@ -30,7 +29,7 @@ from ..model import ModelDescription, StateSpace
 from ..parameters_tensors import ParameterTensor, TensorCuts
 from ..program import ProgramBuilder, Tensor
 from ..vocabulary import OpKind
-from .mixer import BlockGradient, Mixer
+from .mixer import BlockGradient, Mixer, output_projection_backward
 from .sequence_switch import sequences_to_shards, shards_to_sequences
 from .state_space_scan import ScanSizes, scan_backward, scan_forward
 
@@ -97,15 +96,8 @@ class StateSpaceMixer(Mixer):
     ) -> Tensor:
         """Emit the backward pass of :meth:`forward`."""
         sizes = ScanSizes.of(context)
-        linear = _out_projection(context, layer)
-        shared = gradient.is_shared
-        d_normed = row_parallel_backward(
-            builder,
-            context,
-            linear,
-            gradient.branch,
-            consumed=(saved.norm_output,) if shared else (saved.norm_output, gradient.branch),
-            borrowed=(gradient.branch,) if shared else (),
+        d_normed = output_projection_backward(
+            builder, context, _out_projection(context, layer), saved.norm_output, gradient
         )
         d_output = _gated_norm_backward(builder, context, layer, saved.norm_input, d_normed)
         d_output = shards_to_sequences(builder, context, "ssm_output_gradient", d_output, sizes.output_parts)
