@@ -26,6 +26,7 @@ from benchmarks.microbatch_slopes import slopes
 from benchmarks.rows import MeasuredRow, RowFile, RowSkippedError, RunReport, express
 from benchmarks.rows.dispatch import row_label, source_name
 from benchmarks.scores import Score, error_pct, score
+from benchmarks.setting_deltas import deltas
 from benchmarks.step_figures import Figures, Wanted, figures_of, scenario_key
 from tracesim.scenario import Scenario
 
@@ -437,6 +438,7 @@ def main(
     else:
         print_tables(found, skipped, Console(width=None if sys.stdout.isatty() else 160))
         print_slopes(document["rows"], Console(width=None if sys.stdout.isatty() else 160))
+        print_deltas(document["rows"], Console(width=None if sys.stdout.isatty() else 160))
 
 
 def print_slopes(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -454,6 +456,24 @@ def print_slopes(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
             f"{one.slope_error_pct:+.1f}",
             f"{one.measured_fixed:.1f}",
             "-" if fixed is None else f"{fixed:+.0f}",
+        )
+    if table.row_count:
+        console.print(table)
+
+
+def print_deltas(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """What changing a setting did, in sources that are meant for that."""
+    table = Table("row", "figure", title="Change against the first row of a heading")
+    for heading in ("measured", "predicted", "error %"):
+        table.add_column(heading, justify="right")
+    for one in deltas(rows):
+        error = one.size_error_pct
+        table.add_row(
+            one.row,
+            one.figure,
+            f"{one.measured:+.2f}",
+            f"{one.predicted:+.2f}",
+            "-" if error is None else f"{error:+.0f}",
         )
     if table.row_count:
         console.print(table)

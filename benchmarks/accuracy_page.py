@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.golden_memory import FAR_PCT, golden_memory
 from benchmarks.intervals import coverage, quantiles, ratios_of, tail_percent
 from benchmarks.microbatch_slopes import FIXED_LIMIT_PCT, SLOPE_LIMIT_PCT, slopes
+from benchmarks.setting_deltas import FIGURES as DELTA_UNITS
+from benchmarks.setting_deltas import SIZE_LIMIT_PCT, deltas
 from benchmarks.source_notes import note_of
 
 TEMPLATE = Path(__file__).with_name("accuracy_page.md")
@@ -127,6 +130,69 @@ def _slopes(document: Document, _: str) -> str:
     return f"{_table(heading, rows)}\n\n{verdict}"
 
 
+def _deltas(document: Document, _: str) -> str:
+    found = deltas(document["rows"])
+    rows = []
+    for one in found:
+        error = one.size_error_pct
+        rows.append(
+            (
+                one.row,
+                one.baseline.partition(":")[0],
+                f"{one.figure}, {DELTA_UNITS[one.figure]}",
+                f"{one.measured:+.2f}",
+                f"{one.predicted:+.2f}",
+                "-" if error is None else f"{error:+.0f}",
+            )
+        )
+    verdict = (
+        f"The sign is right in {sum(one.has_right_sign for one in found)} of {len(found)}, the size within "
+        f"{SIZE_LIMIT_PCT:.0f} % in {sum(one.has_right_size for one in found)}."
+    )
+    heading = ("row", "against", "figure", "measured change", "predicted", "error %")
+    return f"{_table(heading, rows)}\n\n{verdict}"
+
+
+def _golden(document: Document, _: str) -> str:
+    found = golden_memory(document["rows"])
+    if found is None:
+        return "No row of this source took part in these results."
+    count = len(found.errors)
+    near = found.within(FAR_PCT)
+    counts = _table(
+        (
+            "rows",
+            "not determined",
+            "median of the error %",
+            "within 1 %",
+            f"within {FAR_PCT:.0f} %",
+            "with its sign",
+        ),
+        [
+            (
+                str(count),
+                str(found.undetermined),
+                f"{found.median_error:.2f}",
+                str(found.within(1.0)),
+                f"{near} ({100 * near / count:.1f} %)",
+                f"{found.median_signed_error:+.2f}",
+            )
+        ],
+    )
+    far = _table(
+        (f"rows beyond {FAR_PCT:.0f} %", "error %", "reason"),
+        (
+            (
+                str(len(errors)),
+                f"{errors[0]:+.1f} to {errors[-1]:+.1f}" if len(errors) > 1 else f"{errors[0]:+.1f}",
+                reason,
+            )
+            for reason, errors in found.far
+        ),
+    )
+    return f"{counts}\n\n{far}"
+
+
 def _ranges(document: Document, _: str) -> str:
     rows = []
     for figure, by_source in ratios_of(document["rows"]).items():
@@ -179,6 +245,8 @@ _TABLES: dict[str, Callable[[Document, str], str]] = {
     "skipped": _skipped,
     "worst": _worst,
     "slopes": _slopes,
+    "deltas": _deltas,
+    "golden": _golden,
     "ranges": _ranges,
     "rows": _rows,
 }

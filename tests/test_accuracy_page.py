@@ -9,7 +9,9 @@ from click.testing import CliRunner
 
 from benchmarks import accuracy_page
 from benchmarks.accuracy import main
+from benchmarks.golden_memory import golden_memory
 from benchmarks.microbatch_slopes import slopes
+from benchmarks.setting_deltas import deltas
 from benchmarks.source_notes import NOTES
 
 
@@ -100,3 +102,56 @@ def test_results_of_something_else_are_refused(tmp_path, text):
     result = CliRunner().invoke(main, ["--markdown", "--results", str(tmp_path / "results.json")])
     assert result.exit_code == 2
     assert "is not what --json prints" in result.output
+
+
+def memory_row(name: str, measured: float, predicted: float, undetermined: str = ""):
+    error = 100 * (predicted / measured - 1)
+    allocated = {"measured": measured, "predicted": predicted, "error_pct": error}
+    return {"source": "megatron-golden", "row": name, "allocated": allocated, "undetermined": undetermined}
+
+
+def test_golden_memory_counts_what_rows_determine_and_says_why_the_others_are_far_off():
+    found = golden_memory(
+        [
+            memory_row("gpt/near/golden_values_dev_dgx_h100.json", 4.0, 4.02),
+            memory_row("gpt/exact/golden_values_dev_dgx_h100.json", 4.0, 4.0),
+            memory_row("moe/ep8_muon/golden_values_dev_dgx_gb200.json", 4.0, 3.8),
+            memory_row("gpt/odd/golden_values_dev_dgx_h100.json", 4.0, 5.0),
+            memory_row("gpt/open/golden_values_dev_dgx_h100.json", 4.0, 8.0, "differs among equal settings"),
+        ]
+    )
+    assert (found.expressed, found.undetermined, len(found.errors)) == (5, 1, 4)
+    assert (found.within(1.0), found.within(3.0)) == (2, 2)
+    assert found.median_error == pytest.approx(2.75)
+    assert found.median_signed_error == pytest.approx(0.25)
+    (muon, errors), (unexplained, others) = found.far
+    assert "distributed Muon" in muon
+    assert errors == (pytest.approx(-5.0),)
+    assert (unexplained, others) == ("not explained", (pytest.approx(25.0),))
+
+
+def test_golden_memory_of_other_sources_is_none():
+    assert golden_memory(LINE) is None
+
+
+def ablation(number: int, heading: str, measured: float, predicted: float):
+    return {
+        **row(number, measured, predicted, "megatron-bridge-ablations"),
+        "row": f"row {number}: {heading}",
+    }
+
+
+def test_changes_are_held_against_the_first_row_of_a_heading():
+    rows = [
+        ablation(0, "recompute", 450.0, 300.0),
+        ablation(1, "recompute", 470.0, 325.0),
+        ablation(2, "recompute", 440.0, 310.0),
+        ablation(3, "parallel", 500.0, 400.0),
+    ]
+    first, second = deltas(rows)
+    assert (first.baseline, first.row) == ("row 0: recompute", "row 1: recompute")
+    assert (first.measured, first.predicted, first.size_error_pct) == (20.0, 25.0, pytest.approx(25.0))
+    assert (first.has_right_sign, first.has_right_size) == (True, True)
+    assert (second.measured, second.predicted) == (-10.0, 10.0)
+    assert (second.has_right_sign, second.has_right_size) == (False, False)
+    assert deltas(LINE) == []

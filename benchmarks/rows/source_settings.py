@@ -195,8 +195,9 @@ SETTINGS: dict[str, SourceSettings] = {
     # models agree with 32,000 words and a tied embedding. 1F1B and its interleaved form are Megatron-LM's, which posts
     # transfers in batches (batch_p2p_comm) and waits for the device behind each (batch_p2p_sync); the runtime of the
     # automatic schedules (core/pipeline_parallel/zb_schedules.py) posts batches too, but waits only for what a pass
-    # reads, so that transfers run beside compute and take SMs from it. The fork is of September 2023, when get_batch
-    # of pretrain_gpt.py still ran on all stages and waited for the device (core/tensor_parallel/data.py).
+    # reads, so that transfers run beside compute and take SMs from it. broadcast_data
+    # waits for the device (core/tensor_parallel/data.py); that get_batch called it on all stages in the fork of
+    # September 2023 is inferred: its public pretrain_gpt.py is newer and leaves out the stages between.
     "zero-bubble": SourceSettings(
         vocab_size=32_000,
         dtype="fp16",
