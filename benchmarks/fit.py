@@ -23,7 +23,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.accuracy import InputError, find_files
+from benchmarks.accuracy import InputError, find_files, read_rows
 from benchmarks.fit_contention import (
     fit_exchange_rate,
     fit_second_wave,
@@ -73,6 +73,33 @@ def machine_folders(paths: list[Path], given: tuple[Path, ...]) -> list[Path]:
     return list(given) or sorted({path.parent.parent / "simumax_system" for path in paths})
 
 
+def _files_with_rows(paths: Sequence[Path]) -> list[Path]:
+    """The files of the paths; those of a folder that hold no rows are named and left out.
+
+    Raises:
+        InputError: if a path does not exist, or a file that was given by its name holds no rows, or none is left.
+    """
+    problems = {path: _problem(path) for path in find_files(paths)}
+    for path, problem in problems.items():
+        if problem and path in paths:
+            raise InputError(problem)
+        if problem:
+            click.echo(f"benchmarks.fit: left out: {problem}", err=True)
+    files = [path for path, problem in problems.items() if not problem]
+    if not files:
+        raise InputError(f"{', '.join(map(str, paths))}: no file holds measured rows")
+    return files
+
+
+def _problem(path: Path) -> str:
+    """Why a file is not one of measured rows; empty if it is."""
+    try:
+        read_rows(path)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 def _document(fit: Fit) -> dict[str, object]:
     return {**dataclasses.asdict(fit), "installed": fit.installed, "differs": fit.differs}
 
@@ -110,7 +137,7 @@ def main(paths: tuple[Path, ...], figure: str | None, machines: tuple[Path, ...]
         _print_contention(paths, as_json)
         return
     try:
-        files = find_files(paths)
+        files = _files_with_rows(paths)
         fits = run_fits(files, machine_folders(files, machines), figure or "")
     except InputError as error:
         click.echo(f"benchmarks.fit: {error}", err=True)

@@ -59,6 +59,19 @@ def test_a_path_that_is_not_there_is_one_message():
     assert "/nowhere.json does not exist" in result.output
 
 
+def test_files_without_rows_are_passed_over_in_a_folder_only(tmp_path):
+    other = tmp_path / "rates.json"
+    other.write_text('{"rates": []}')
+    named = CliRunner().invoke(main, [str(other)])
+    assert (named.exit_code, named.output.count("holds no list of rows")) == (2, 1)
+    alone = CliRunner().invoke(main, [str(tmp_path)])
+    assert alone.exit_code == 2
+    assert f"left out: {other} holds no list of rows" in alone.output
+    assert f"{tmp_path}: no file holds measured rows" in alone.output
+    (tmp_path / "empty.json").write_text('{"rows": []}')
+    assert CliRunner().invoke(main, [str(tmp_path)]).exit_code == 0
+
+
 @pytest.mark.shared_data
 def test_the_installed_figures_are_what_the_fits_find(shared_data: Path):
     measured = shared_data / "measured"

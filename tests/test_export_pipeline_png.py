@@ -112,7 +112,15 @@ def test_without_pillow_one_message_says_what_to_install_and_nothing_is_written(
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 2
         assert "a PNG is drawn with Pillow, which is not installed" in result.output
-    assert [found for found in tmp_path.rglob("*") if found.is_file()] == []
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_other_pictures_are_refused_and_nothing_is_written(tmp_path):
+    show = ["schedule", "show", "gpipe", "--pp", "2", "--microbatches", "2", "--svg", str(tmp_path / "x.svg")]
+    result = CliRunner().invoke(main, [*show, "-o", str(tmp_path / "x.gif")])
+    assert result.exit_code == 2
+    assert "pictures are drawn as .svg or .png, not .gif" in result.output
+    assert list(tmp_path.rglob("*")) == []
 
 
 @drawn

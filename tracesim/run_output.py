@@ -56,16 +56,21 @@ FORMATS = tuple(_WRITERS)
 """Names of the formats a run can be written in."""
 
 
+def check_formats(formats: Sequence[str]) -> None:
+    """Raise PictureError if a PNG is asked for and cannot be drawn."""
+    if "png" in formats:
+        require_pillow()
+
+
 def write_outputs(
     simulation: Simulation, folder: Path, formats: Sequence[str], ranks: Sequence[int] | None
 ) -> list[Path]:
     """Write the trace in each format, and ``report.json``; returns the files in that order.
 
     Raises:
-        PictureError: if a PNG is asked for and cannot be drawn; nothing is written then.
+        PictureError: as :func:`check_formats`; nothing is written then.
     """
-    if "png" in formats:
-        require_pillow()
+    check_formats(formats)
     timeline = simulation.timeline(ranks)
     written = [path for name in formats for path in _WRITERS[name](timeline, folder)]
     report = folder / "report.json"

@@ -10,7 +10,7 @@ import click
 from ..errors import ScenarioError
 from ..output import output_folder
 from ..report_tables import render_report
-from ..run_output import FORMATS, write_outputs
+from ..run_output import FORMATS, check_formats, write_outputs
 from ..scenario import list_scenarios, load_scenario
 from ..simulation import simulate
 from .printing import output_console, print_json, progress
@@ -47,6 +47,8 @@ def run(
     chosen = _formats(formats)
     loaded = load_scenario(scenario, overrides)
     selection = _ranks(ranks, loaded.parallel.world_size)
+    if output is not None:
+        check_formats(chosen)
     folder = output_folder(output) if output is not None else None
     with progress("simulating"):
         simulation = simulate(loaded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -425,15 +426,21 @@ def _cost_figures(row: dict[str, Any]) -> list[str]:
 
 
 def _write_files(times: UnitTimes, svg: Path | None, output: Path | None) -> None:
-    for path, write in (
-        (svg, _svg),
-        (output, _WRITERS.get(output.suffix.lower(), _trace) if output else _trace),
-    ):
-        if path is not None:
-            # Drawn before the file is opened, so that what cannot be drawn leaves none.
-            content = write(schedule_timeline(times))
-            with atomic_write(path) as stream:
-                stream.write(content)
+    asked: list[tuple[Path, Callable[[Timeline], bytes]]] = [(svg, _svg)] if svg else []
+    asked += [(output, _writer_of(output))] if output else []
+    # All are drawn before the first file is opened, so that what cannot be drawn leaves none.
+    drawn = [(path, write(schedule_timeline(times))) for path, write in asked]
+    for path, content in drawn:
+        with atomic_write(path) as stream:
+            stream.write(content)
+
+
+def _writer_of(path: Path) -> Callable[[Timeline], bytes]:
+    """What writes a file, by its suffix."""
+    suffix = path.suffix.lower()
+    if suffix in _OTHER_PICTURES:
+        raise click.UsageError(f"{path}: pictures are drawn as .svg or .png, not {suffix}")
+    return _WRITERS.get(suffix, _trace)
 
 
 def _print_written(console: Console, *paths: Path | None) -> None:
@@ -453,3 +460,4 @@ def _trace(timeline: Timeline) -> bytes:
 
 _WRITERS = {".svg": _svg, ".png": pipeline_png}
 """By the suffix of a file; any other is a Perfetto trace."""
+_OTHER_PICTURES = frozenset({".gif", ".jpg", ".jpeg", ".pdf", ".webp", ".bmp", ".tif", ".tiff", ".eps"})
