@@ -1,7 +1,13 @@
 """Lowering of the router of a mixture of experts: scores, choice of experts, and their backward pass.
 
 Megatron-Core ``transformer/moe/router.py``: scores are computed by a GEMM (in fp32 where the model asks), chosen and
-normalised by memory-bound kernels.
+normalised by memory-bound kernels: PyTorch's, or with ``libraries.router_fusion`` one of Transformer Engine each way,
+where a warp works on the scores of a token in shared memory (``fused_router/fused_topk_with_score_function.cu``).
+
+With Transformer Engine the GEMM of an fp32 router reads its bf16 operands and writes fp32 scores; backward casts them
+to fp32 first and multiplies in TF32, as Transformer Engine does wherever operands and result are fp32
+(``moe_utils.py``, ``RouterGatingLinearFunction``; Transformer Engine ``cublaslt_gemm.cu``). Without it PyTorch
+multiplies in fp32.
 """
 
 from __future__ import annotations
@@ -30,11 +36,14 @@ def router_forward(
 ) -> Tensor:
     """Scores, choice of experts and routing map."""
     moe = context.experts
-    dtype = DType.FP32 if moe.router_fp32 else context.dtype
-    shape = GemmShape(sizes.tokens, moe.experts, context.model.hidden_size, "TN", dtype=dtype, output=dtype)
+    output = DType.FP32 if moe.router_fp32 else context.dtype
+    dtype = context.dtype if context.libraries.transformer_engine else output
+    shape = GemmShape(sizes.tokens, moe.experts, context.model.hidden_size, "TN", dtype=dtype, output=output)
     row = builder.gemm("router", shape)
     builder.parameter_rows.setdefault(context.module(layer, "mlp.router"), row)
     logits = 4.0 * sizes.tokens * moe.experts
+    if context.libraries.router_fusion:
+        return _fused_choice(builder, context, sizes, logits)
     row = builder.memory_bound(
         "router_scores",
         OpKind.ROUTER,
@@ -64,6 +73,36 @@ def router_forward(
             OpKind.ROUTER,
             read=logits,
             written=4.0 * moe.experts,
+            access="reduction",
+            passes=2,
+            dtype=DType.FP32,
+        )
+    return scores
+
+
+def _fused_choice(
+    builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, logits: float
+) -> Tensor:
+    """Scores, choice and routing map by one kernel; returns what it keeps: scores before and behind the choice, map."""
+    moe = context.experts
+    row = builder.memory_bound(
+        "router_fused_top_k",
+        OpKind.ROUTER,
+        read=logits,
+        written=2.25 * logits,
+        access="reduction",
+        dtype=DType.FP32,
+    )
+    scores = builder.activation("router_scores", 2.25 * logits, row)
+    if capacity(moe, sizes.tokens) is not None:
+        _drop_tokens(builder, context, sizes)
+    if moe.aux_loss:
+        # Scores of all experts for the loss (``fused_score_for_moe_aux_loss.cu``), then the loss itself.
+        builder.memory_bound(
+            "router_aux_loss",
+            OpKind.ROUTER,
+            read=2 * logits,
+            written=2.25 * logits,
             access="reduction",
             passes=2,
             dtype=DType.FP32,
@@ -111,25 +150,27 @@ def router_backward(
 ) -> None:
     """Backward of choice and scores; releases ``scores``, reads the router's input ``normalized``."""
     moe, hidden = context.experts, context.model.hidden_size
-    dtype = DType.FP32 if moe.router_fp32 else context.dtype
+    dtype, output = _backward_types(context)
     logits = 4.0 * sizes.tokens * moe.experts
     if moe.capacity_factor is not None:
         builder.memory_bound(
             "router_drop_backward", OpKind.ROUTER, read=1.25 * logits, written=logits, dtype=DType.FP32
         )
+    fused = context.libraries.router_fusion
+    kernels = 1 if fused else _GROUPED_BACKWARD_KERNELS if moe.routing_groups > 1 else 2
     row = builder.memory_bound(
         "router_backward",
         OpKind.ROUTER,
-        read=2 * logits,
+        read=2.25 * logits if fused else 2 * logits,
         written=logits,
         access="reduction",
-        passes=_GROUPED_BACKWARD_KERNELS if moe.routing_groups > 1 else 2,
+        passes=kernels,
         dtype=DType.FP32,
     )
     builder.release(scores, row)
     d_logits = builder.temporary("router_logit_gradient", logits, row)
     builder.gemm(
-        "router_dgrad", GemmShape(sizes.tokens, hidden, moe.experts, "NN", dtype=dtype, output=dtype)
+        "router_dgrad", GemmShape(sizes.tokens, hidden, moe.experts, "NN", dtype=dtype, output=output)
     )
     parameter = context.module(layer, "mlp.router")
     router = Linear("router", parameter, hidden, moe.experts, sizes.tokens, quantized=False)
@@ -142,3 +183,10 @@ def router_backward(
         builder.defer(gemm)
     else:
         run_weight_gradient(builder, gemm, (d_logits,))
+
+
+def _backward_types(context: LoweringContext) -> tuple[DType, DType]:
+    """Element types of the operands and of the results of the router's backward products."""
+    if not context.experts.router_fp32:
+        return context.dtype, context.dtype
+    return (DType.TF32 if context.libraries.transformer_engine else DType.FP32), DType.FP32

@@ -93,6 +93,9 @@ class LibraryPlan:
     permute_fusion: bool = True
     """Whether tokens are brought into the order of their experts by one kernel of Transformer Engine
     (``--moe-permute-fusion``); else by PyTorch's, see ``op_graphs.dispatchers.permutation``."""
+    router_fusion: bool = False
+    """Whether scores and choice of experts are one kernel of Transformer Engine each way (``--moe-router-fusion``);
+    else PyTorch's, one by one."""
     eager: bool = False
     """Whether norms, positions, activations and the optimizer are tensor operations that run one by one, neither fused
     by hand nor compiled (``op_graphs.pointwise``)."""

@@ -75,10 +75,16 @@ def _check_capacity(moe: MixtureOfExperts, parallel: ParallelPlan, problems: Pro
 
 
 def check_permutation(model: ModelDescription, libraries: LibraryPlan, problems: Problems) -> None:
-    """Note a choice of kernels for tokens of experts where there are none."""
-    path = "libraries.permute_fusion"
-    if model.moe is None and not libraries.permute_fusion and problems.sound(path):
-        problems.add(path, False, f"changes nothing: {model.name} has no experts; leave it out")
+    """Note a choice of kernels for tokens of experts where there are none, or not those that it asks for."""
+    for path, value, differs in (
+        ("libraries.permute_fusion", libraries.permute_fusion, not libraries.permute_fusion),
+        ("libraries.router_fusion", libraries.router_fusion, libraries.router_fusion),
+    ):
+        if model.moe is None and differs and problems.sound(path):
+            problems.add(path, value, f"changes nothing: {model.name} has no experts; leave it out")
+    path = "libraries.router_fusion"
+    if libraries.router_fusion and not libraries.transformer_engine and problems.sound(path):
+        problems.add(path, True, "is a kernel of Transformer Engine; set libraries.transformer_engine: true")
 
 
 def _check_expert_order(parallel: ParallelPlan, problems: Problems) -> None:

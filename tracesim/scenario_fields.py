@@ -205,6 +205,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "transformer_engine": _flag(_LIBRARIES.transformer_engine),
         "grouped_gemm": _flag(_LIBRARIES.grouped_gemm),
         "permute_fusion": _flag(_LIBRARIES.permute_fusion),
+        "router_fusion": _flag(_LIBRARIES.router_fusion),
         "eager": _flag(_LIBRARIES.eager),
         "deterministic": _flag(_LIBRARIES.deterministic),
         "batch_fetch_waits": _flag(_LIBRARIES.batch_fetch_waits),

@@ -125,7 +125,7 @@ def _kimi(mbs: int) -> Recipe:
 
 def _qwen_235b(gpu: str, precision: str, release: tuple[int, int]) -> Recipe:
     if _captures_mixture(gpu, precision, release):
-        return Recipe(dispatcher="deepep", cuda_graphs=_WHOLE)
+        return Recipe(dispatcher="deepep", overlaps_experts=True, cuda_graphs=_WHOLE)
     if gpu.startswith("gb"):
         return Recipe(dispatcher="deepep", cuda_graphs=_LAYER_GRAPHS)
     return Recipe(overlaps_experts=gpu == "h100")
@@ -133,7 +133,7 @@ def _qwen_235b(gpu: str, precision: str, release: tuple[int, int]) -> Recipe:
 
 def _qwen_30b(gpu: str, precision: str, release: tuple[int, int]) -> Recipe:
     if _captures_mixture(gpu, precision, release):
-        return Recipe(dispatcher="deepep", cuda_graphs=_WHOLE)
+        return Recipe(dispatcher="deepep", overlaps_experts=True, cuda_graphs=_WHOLE)
     if gpu == "h100":
         return Recipe(dispatcher="deepep", cuda_graphs=_ROUTER_GRAPHS if precision == "bf16" else ())
     return Recipe(dispatcher="deepep", cuda_graphs=_LAYER_GRAPHS if gpu == "b200" else _ROUTER_GRAPHS)

@@ -167,10 +167,11 @@ def _apply_recipe(mapping: dict[str, Any], row: Mapping[str, Any]) -> None:
     if parallel["ep"] > 1:
         # Experts padded to their capacity need the all-to-all dispatcher.
         parallel["ep_dispatcher"] = "alltoall" if drops else recipe.dispatcher
+        # All recipes of mixtures set moe_router_fusion.
+        mapping["libraries"]["router_fusion"] = True
         if recipe.overlaps_experts:
             mapping["overlap"] = {**mapping["overlap"], "ep": True}
-            if parallel["pp"] > 1:
-                mapping["schedule"] = "1f1b-overlap"
+            mapping["schedule"] = "1f1b-overlap"
 
 
 def _place_layers(mapping: dict[str, Any], row: Mapping[str, Any], settings: SourceSettings) -> None:

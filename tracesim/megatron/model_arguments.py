@@ -149,8 +149,7 @@ def _add_experts(arguments: Arguments, model: dict[str, Any], *, biased: bool) -
         # Grouped GEMMs of Megatron-Core take no bias.
         "expert_bias": biased and not grouped,
     }
-    for name in ("moe-router-fusion", "moe-shared-expert-overlap"):
-        arguments.get(name)
+    arguments.get("moe-shared-expert-overlap")
 
 
 def _capacity(arguments: Arguments) -> dict[str, Any]:

@@ -301,6 +301,8 @@ def libraries_mapping(arguments: Arguments, environment: Mapping[str, Any]) -> d
     if arguments.given("num-experts"):
         found["grouped_gemm"] = arguments.flag("moe-grouped-gemm")
         found["permute_fusion"] = arguments.flag("moe-permute-fusion")
+        fused = arguments.flag("moe-router-fusion")
+        found["router_fusion"] = fused and found["transformer_engine"]
     allowed = str(environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1"))
     found["deterministic"] = arguments.flag("deterministic-mode") or allowed == "0"
     config = environment.get("CUBLAS_WORKSPACE_CONFIG")
