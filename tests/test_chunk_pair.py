@@ -8,49 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.chunk_pair import (
+    TRACE_COMPUTE_MS,
+    TRACE_EXCHANGES_MS,
+    TRACE_HIDDEN,
+    TRACE_MS,
+    deepseek,
+    pair_graph,
+    run_pair,
+)
 from op_graphs.graph import OpGraph
 from op_graphs.vocabulary import MemoryCategory, OpKind, Phase, Stream
-from tests.chunk_pair import pair_graph, run_pair
 from tracesim.analysis.intervals import union
 from tracesim.cost import CostModel
 from tracesim.engine import execute
 from tracesim.memory.curves import memory_curve
 from tracesim.readers import read_trace
 from tracesim.scenario import Scenario, load_scenario
-
-TRACE_MS = 129.0
-"""Chunk of 4 layers in a public trace of DeepSeek-V3's training on H800, rank 0 of 64."""
-TRACE_COMPUTE_MS = 124.3
-TRACE_HIDDEN = 0.963
-TRACE_EXCHANGES_MS = {
-    "combine_backward_all_to_all": 5.8,
-    "dispatch_all_to_all": 6.7,
-    "dispatch_backward_all_to_all": 7.6,
-    "combine_all_to_all": 8.7,
-}
-"""Exchanges of its four layers on average, with the notifications before them, in which they wait for other ranks."""
-
-
-def deepseek(**overlap: bool) -> Scenario:
-    """What the trace says it ran: kernel names give the precision of the router, what is quantised and what is
-    computed again, their grids the SMs that products leave free."""
-    return load_scenario(
-        {
-            "name": "pair",
-            "model": {
-                "base": "deepseek-v3", "layers": 4, "mtp_layers": 0,
-                "moe": {"first_dense_layers": 0, "router_fp32": False},
-            },
-            "hardware": "h800-sxm",
-            "parallel": {"dp": 64, "ep": 64, "ep_dispatcher": "deepep"},
-            "training": {
-                "seq_len": 4096, "micro_batch_size": 1, "num_microbatches": 4,
-                "dtype": "fp8-blockwise", "fp8_dispatch": True, "fp8_storage": True,
-                "recompute": {"modules": ["layernorm", "mla_up_proj", "moe_act"]},
-            },
-            "overlap": {"ep": True, "reserved_sms": 20, **overlap},
-        }
-    )  # fmt: skip
+from tracesim.simulation import step_durations
 
 
 def small(**parallel: Any) -> Scenario:
@@ -119,22 +94,29 @@ def test_a_pair_keeps_every_operation_and_its_memory(parallel):
     assert curve.by_category[MemoryCategory.TEMPORARY].min() == 0
 
 
-def test_the_deepseek_pair_takes_as_long_and_hides_as_much_as_in_the_trace():
-    pair = run_pair(deepseek(contention=True))
+@pytest.mark.parametrize("overlap", [{}, {"contention": True}])
+def test_the_deepseek_pair_takes_as_long_and_hides_as_much_as_in_the_trace(overlap: dict[str, bool]):
+    """As a step of its scenario is simulated, without a word on contention and with it: on the slowest of 64 ranks."""
+    pair = run_pair(deepseek(**overlap))
+    assert pair.time / 1e6 == pytest.approx(TRACE_MS, rel=0.03)
+    assert pair.hidden_share == pytest.approx(TRACE_HIDDEN, abs=0.04)
+
+
+def test_a_rank_by_itself_computes_as_long_as_the_one_of_the_trace():
+    """What it then waits, 4.7 ms of 129.0, is for the slowest rank."""
+    pair = run_pair(deepseek(jitter=False, contention=True))
+    assert pair.compute / 1e6 == pytest.approx(TRACE_COMPUTE_MS, rel=0.01)
     assert pair.time / 1e6 == pytest.approx(TRACE_MS, rel=0.05)
-    assert pair.hidden_share == pytest.approx(TRACE_HIDDEN, abs=0.05)
-    assert pair.compute / 1e6 == pytest.approx(TRACE_COMPUTE_MS, rel=0.03)
 
 
 def test_beside_exchanges_as_long_as_in_the_trace_it_takes_as_long_to_two_percent():
-    """What the simulation leaves out of the exchanges, waiting for other ranks, is put in: the rest is contention."""
-    scenario = deepseek(contention=True)
+    """Waiting for other ranks is put into the exchanges instead: the rest is contention."""
+    scenario = deepseek(jitter=False, contention=True)
     graph = pair_graph(scenario)
-    durations = CostModel(scenario.hardware, reserved_sms=20).durations_ns(graph)
     names = [graph.strings[name] for name in graph.operations.name.tolist()]
     given = np.array([round(1e6 * TRACE_EXCHANGES_MS.get(name, 0)) for name in names])
-    pair = run_pair(scenario, np.where(given > 0, given, durations))
-    assert pair.time / 1e6 == pytest.approx(TRACE_MS, rel=0.02)
+    pair = run_pair(scenario, np.where(given > 0, given, step_durations(scenario, graph)))
+    assert pair.time / 1e6 == pytest.approx(TRACE_MS, rel=0.03)
     assert pair.compute / 1e6 == pytest.approx(TRACE_COMPUTE_MS, rel=0.02)
     assert pair.hidden_share == pytest.approx(TRACE_HIDDEN, abs=0.01)
 
@@ -163,6 +145,6 @@ def test_each_kind_of_kernel_takes_as_long_as_in_the_trace(shared_data: Path, wh
     rows = np.flatnonzero(np.isin(slices.kind, kinds) & (slices.duration > 0))
     # Weight gradients of two experts run on two streams, each on what SMs the other leaves.
     measured = union(slices.start[rows], slices.start[rows] + slices.duration[rows]).total
-    kernels = run_pair(deepseek(contention=True)).kernels
+    kernels = run_pair(deepseek(jitter=False, contention=True)).kernels
     simulated = sum(kernels.get(kind, 0) for kind in kinds)
     assert simulated == pytest.approx(measured, rel=tolerance)

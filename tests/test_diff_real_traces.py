@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.chunk_pair import deepseek, pair_timeline
 from op_graphs.vocabulary import OpKind, TrackRole
-from tests.chunk_pair import pair_timeline
-from tests.test_chunk_pair import deepseek
 from tracesim.diff import compare_timelines, diff_timelines
 from tracesim.diff.matcher import PIECE
 from tracesim.readers import read_trace

@@ -74,13 +74,12 @@ class Simulation:
             ranks: as in :meth:`timeline`.
             reruns: classes whose saving is found by running the step again; all of them by default.
         """
-        costs = CostModel(self.scenario.hardware, reserved_sms=self.scenario.overlap.reserved_sms)
         return exposed_in_simulation(
             self.timeline(ranks),
             self.graph,
             self.execution,
-            lambda changed: _execute(self.scenario, self.graph, costs, changed),
-            _durations(self.scenario, self.graph, costs),
+            lambda changed: run_graph(self.scenario, self.graph, changed),
+            step_durations(self.scenario, self.graph),
             reruns,
         )
 
@@ -105,8 +104,7 @@ def simulate(scenario: Scenario) -> Simulation:
     """
     try:
         graph = lower_scenario(scenario)
-        costs = CostModel(scenario.hardware, reserved_sms=scenario.overlap.reserved_sms)
-        execution = _execute(scenario, graph, costs, _durations(scenario, graph, costs))
+        execution = run_graph(scenario, graph)
     except OverflowError as error:
         raise ScenarioError(
             f"{scenario.name}: a size or time is beyond 64 bits (8 EiB, 292 years); check training.seq_len and "
@@ -122,24 +120,33 @@ def iteration_ms(scenario: Scenario) -> float:
     Raises:
         ScheduleError, SimulationError: as :func:`simulate`.
     """
-    graph = lower_scenario(scenario)
-    costs = CostModel(scenario.hardware)
-    return float(_execute(scenario, graph, costs, _durations(scenario, graph, costs)).end.max()) / 1e6
+    return float(run_graph(scenario, lower_scenario(scenario)).end.max()) / 1e6
 
 
-def _durations(scenario: Scenario, graph: OpGraph, costs: CostModel) -> Int64:
+def step_durations(scenario: Scenario, graph: OpGraph) -> Int64:
     """Nanoseconds of every operation, on the slowest of the ranks that wait for each other in its layer."""
-    return with_rank_jitter(scenario, graph, costs.durations_ns(graph))
+    return with_rank_jitter(scenario, graph, _costs(scenario).durations_ns(graph))
 
 
-def _execute(scenario: Scenario, graph: OpGraph, costs: CostModel, durations: Int64) -> Execution:
-    """Run a graph; with contention where the scenario asks for it."""
-    host = host_times(scenario)
+def run_graph(scenario: Scenario, graph: OpGraph, durations: Int64 | None = None) -> Execution:
+    """Run a graph as a scenario says: launched by its host, and with contention where it asks for that.
+
+    Args:
+        scenario: whose machine, host and overlap.
+        graph: lowered from it, or from a part of its step.
+        durations: nanoseconds of each operation by itself; :func:`step_durations` by default.
+    """
+    costs, host = _costs(scenario), host_times(scenario)
+    durations = step_durations(scenario, graph) if durations is None else durations
     if scenario.overlap.contention:
         sharing = sharing_policy(costs, graph, durations)
         launched, lags = with_launches(graph, durations, host)
         return execute(launched, durations, gap_ns=costs.gap_ns, lags=lags, sharing=sharing)
     return execute_with_host(graph, durations, gap_ns=costs.gap_ns, host=host)
+
+
+def _costs(scenario: Scenario) -> CostModel:
+    return CostModel(scenario.hardware, reserved_sms=scenario.overlap.reserved_sms)
 
 
 def _check_memory(graph: OpGraph, execution: Execution) -> None:

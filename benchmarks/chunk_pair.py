@@ -1,4 +1,8 @@
-"""One forward of a model chunk beside one backward, without the rest of a step: what DualPipe repeats in its middle."""
+"""One forward of a model chunk beside one backward, without the rest of a step: what DualPipe repeats in its middle.
+
+:func:`deepseek` is the pair of a public trace of DeepSeek-V3's training (H800, rank 0 of 64), whose figures stand
+below. Used by :mod:`benchmarks.fit` and the tests.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,20 @@ from op_graphs.vocabulary import OpKind, Stream
 from schedules.assembly import assemble
 from schedules.csv_format import parse_csv
 from tracesim.analysis.intervals import intersect, union
-from tracesim.contention import execute
-from tracesim.cost import CostModel
-from tracesim.cost.contention import sharing_policy
-from tracesim.scenario import Scenario
-from tracesim.simulation import Simulation
+from tracesim.scenario import Scenario, load_scenario
+from tracesim.simulation import Simulation, run_graph
+
+TRACE_MS = 129.0
+"""From the first kernel of the trace to its last."""
+TRACE_COMPUTE_MS = 124.3
+TRACE_HIDDEN = 0.963
+TRACE_EXCHANGES_MS = {
+    "combine_backward_all_to_all": 5.8,
+    "dispatch_all_to_all": 6.7,
+    "dispatch_backward_all_to_all": 7.6,
+    "combine_all_to_all": 8.7,
+}
+"""Exchanges of its four layers on average, with the notifications before them, in which they wait for other ranks."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,38 @@ class ChunkPair:
 
     @property
     def hidden_share(self) -> float:
+        """Part of the exchanges' time beside compute."""
         return self.hidden / self.communication
+
+
+def deepseek(*, jitter: bool = True, **overlap: bool) -> Scenario:
+    """What the trace says it ran.
+
+    Kernel names give the precision of the router, what is quantised and what is computed again, their grids the SMs
+    that products leave free.
+
+    Args:
+        jitter: the slowest of the ranks that meet in every layer, whose time a pair takes; else a rank by itself.
+        overlap: fields of ``overlap`` that differ.
+    """
+    scenario = load_scenario(
+        {
+            "name": "pair",
+            "model": {
+                "base": "deepseek-v3", "layers": 4, "mtp_layers": 0,
+                "moe": {"first_dense_layers": 0, "router_fp32": False},
+            },
+            "hardware": "h800-sxm",
+            "parallel": {"dp": 64, "ep": 64, "ep_dispatcher": "deepep"},
+            "training": {
+                "seq_len": 4096, "micro_batch_size": 1, "num_microbatches": 4,
+                "dtype": "fp8-blockwise", "fp8_dispatch": True, "fp8_storage": True,
+                "recompute": {"modules": ["layernorm", "mla_up_proj", "moe_act"]},
+            },
+            "overlap": {"ep": True, "reserved_sms": 20, **overlap},
+        }
+    )  # fmt: skip
+    return scenario if jitter else replace(scenario, hardware=replace(scenario.hardware, rank_jitter=0.0))
 
 
 def pair_graph(scenario: Scenario) -> OpGraph:
@@ -70,17 +114,10 @@ def pair_graph(scenario: Scenario) -> OpGraph:
     return assemble([lower_rank(context, [chunk], ())], schedule, scenario.overlap, names)
 
 
-def pair_costs(scenario: Scenario) -> CostModel:
-    """Costs on the machine of a scenario, with the SMs that it reserves."""
-    return CostModel(scenario.hardware, reserved_sms=scenario.overlap.reserved_sms)
-
-
 def run_pair(scenario: Scenario, durations: np.ndarray | None = None) -> ChunkPair:
-    """Simulate a pair; with contention where the scenario has it on."""
-    graph, costs = pair_graph(scenario), pair_costs(scenario)
-    durations = costs.durations_ns(graph) if durations is None else durations
-    sharing = sharing_policy(costs, graph, durations) if scenario.overlap.contention else None
-    execution = execute(graph, durations, gap_ns=costs.gap_ns, sharing=sharing)
+    """Simulate a pair as a step of the scenario is simulated; ``durations`` of operations as there by default."""
+    graph = pair_graph(scenario)
+    execution = run_graph(scenario, graph, durations)
     segments = graph.segments
     (number,) = [i for i, name in enumerate(segments.name.tolist()) if graph.strings[name] == "F3+B1"]
     rows = np.arange(segments.begin[number], segments.end[number])
@@ -100,9 +137,8 @@ def run_pair(scenario: Scenario, durations: np.ndarray | None = None) -> ChunkPa
 
 def pair_timeline(scenario: Scenario) -> Timeline:
     """The timeline of a simulated pair as its only step; what is around it is outside of steps."""
-    graph, costs = pair_graph(scenario), pair_costs(scenario)
-    durations = costs.durations_ns(graph)
-    simulation = Simulation(scenario, graph, execute(graph, durations, gap_ns=costs.gap_ns, sharing=None))
+    graph = pair_graph(scenario)
+    simulation = Simulation(scenario, graph, run_graph(scenario, graph))
     segments = graph.segments
     (number,) = [i for i, name in enumerate(segments.name.tolist()) if graph.strings[name] == "F3+B1"]
     rows = slice(int(segments.begin[number]), int(segments.end[number]))
