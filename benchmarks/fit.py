@@ -28,12 +28,13 @@ from benchmarks.fit_contention import (
     fit_exchange_rate,
     fit_second_wave,
     fit_send_sms,
-    kernel_pairs,
+    fit_stall,
     residuals,
 )
 from benchmarks.fits import attention, clock, host, jitter, kernels, rates
 from benchmarks.fits.result import Fit
-from benchmarks.step_pairs import step_pairs
+from benchmarks.kernel_pairs import LEAST_STALL_US, kernel_pairs
+from benchmarks.step_pairs import chunk_pairs, setting_pairs, step_pairs
 
 CONTENTION = "contention"
 """Not a figure of one profile: what kernels and steps lose beside communication."""
@@ -160,10 +161,15 @@ def _print_contention(paths: Sequence[Path], as_json: bool) -> None:
         )
         sys.exit(2)
     pairs = kernel_pairs(data)
-    fits = (fit_second_wave(pairs), fit_send_sms(pairs), fit_exchange_rate(data))
-    groups, steps = residuals(pairs), step_pairs(data)
+    fits = (
+        fit_second_wave(pairs),
+        fit_send_sms(pairs),
+        fit_stall(kernel_pairs(data, LEAST_STALL_US)),
+        fit_exchange_rate(data),
+    )
+    groups, steps, settings, chunks = residuals(pairs), step_pairs(data), setting_pairs(data), chunk_pairs()
     if as_json:
-        document = {"fits": fits, "kernels": groups, "steps": steps}
+        document = {"fits": fits, "kernels": groups, "steps": steps, "settings": settings, "chunks": chunks}
         click.echo(json.dumps({key: [vars(row) for row in rows] for key, rows in document.items()}, indent=2))
         return
     click.echo("parameter: fitted (installed), on what, error without and with it")
@@ -180,10 +186,16 @@ def _print_contention(paths: Sequence[Path], as_json: bool) -> None:
             f"  {group.trace}, {group.beside}: {group.pairs}, {group.measured_ratio:.3f}, "
             f"{group.before_pct:.1f} % and {group.after_pct:.1f} %"
         )
-    click.echo("speed-up of a step by asynchronous tensor parallelism: measured, without and with contention")
-    for step in steps:
+    for what, found in (("asynchronous tensor parallelism", steps), ("another setting", settings)):
+        click.echo(f"speed-up of a step by {what}: measured, without and with contention")
+        for step in found:
+            click.echo(
+                f"  {step.layout}: {step.measured:.3f}, {step.without_contention:.3f} and {step.with_contention:.3f}"
+            )
+    click.echo("pair of chunks of DeepSeek-V3: measured, without and with contention")
+    for chunk in chunks:
         click.echo(
-            f"  {step.layout}: {step.measured:.3f}, {step.without_contention:.3f} and {step.with_contention:.3f}"
+            f"  {chunk.figure}: {chunk.measured:.1f}, {chunk.without_contention:.1f} and {chunk.with_contention:.1f}"
         )
 
 

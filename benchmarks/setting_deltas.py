@@ -42,6 +42,11 @@ class Delta:
         return self.size_error_pct is not None and abs(self.size_error_pct) <= SIZE_LIMIT_PCT
 
 
+def heading(label: str) -> str:
+    """What rows that differ in a setting have in common: the label of a row without its number."""
+    return re.sub(r"^row \d+: ", "", label)
+
+
 def deltas(rows: Iterable[Mapping[str, Any]]) -> list[Delta]:
     """The changes among ``rows``, which are those in the JSON of the scoreboard."""
     first: dict[tuple[str, str], Mapping[str, Any]] = {}
@@ -49,8 +54,7 @@ def deltas(rows: Iterable[Mapping[str, Any]]) -> list[Delta]:
     for row in rows:
         if row["source"] not in SOURCES:
             continue
-        heading = re.sub(r"^row \d+: ", "", row["row"])
-        baseline = first.setdefault((row["source"], heading), row)
+        baseline = first.setdefault((row["source"], heading(row["row"])), row)
         for figure in FIGURES:
             if baseline is row or figure not in row or figure not in baseline:
                 continue

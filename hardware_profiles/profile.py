@@ -129,6 +129,8 @@ class NetworkFigures:
     """NVSwitch multicast (NVLS) is there: all-reduce in about one pass."""
     collective_sms: int = 0
     """SMs a large collective occupies."""
+    collective_stall_us: float = 0.0
+    """What every kernel beside a collective that fills the links of its domain takes longer, however short it is."""
     communicator_gib: float = 0.0
     """Buffers of one communicator of the collective library on a rank."""
     exchange_peer_gib: float = 0.0

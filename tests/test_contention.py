@@ -377,3 +377,23 @@ def test_a_hundred_thousand_operations_take_seconds():
     begin = time.process_time()
     execute(graph, np.full(count, 1000), sharing=sharing)
     assert time.process_time() - begin < 12
+
+
+@pytest.mark.parametrize(
+    ("lasts", "kernel_ns", "transfer", "expected"),
+    [
+        # a kernel takes the stall longer, be it short or long
+        (10, 10.0, 1000, 30),
+        (100, 100.0, 1000, 120),
+        # ... as often as it is several
+        (100, 50.0, 1000, 140),
+        # in the part of its time in which something transfers
+        (100, 100.0, 60, 110),
+        # ... and not if it is no kernel
+        (100, 0.0, 1000, 100),
+    ],
+)
+def test_kernels_beside_a_transfer_take_a_fixed_time_longer(lasts, kernel_ns, transfer, expected):
+    graph = graph_of([{"stream": TP}, {}])
+    demands = [Demand(stall_ns=20.0), Demand(kernel_ns=kernel_ns)]
+    assert times(graph, [transfer, lasts], policy(demands)) == [(0, transfer), (0, expected)]

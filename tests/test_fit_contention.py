@@ -5,23 +5,23 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import fit_contention
+from benchmarks import kernel_pairs as pairs_of_kernels
 from benchmarks.fit import main
 from benchmarks.fit_contention import (
-    Device,
-    Launch,
-    Pair,
     fit_exchange_rate,
     fit_second_wave,
     fit_send_sms,
-    kernel_pairs,
+    fit_stall,
     residuals,
 )
+from benchmarks.kernel_pairs import LEAST_STALL_US, Device, Launch, Pair, kernel_pairs
+from benchmarks.step_pairs import chunk_pairs, setting_pairs
 from op_graphs.vocabulary import OpKind
 from tracesim.cost.contention import SECOND_WAVE
 
@@ -81,6 +81,19 @@ def test_the_sms_of_a_send_are_those_that_explain_the_total_time():
     assert found.residual_after_pct < 0.1
 
 
+def test_a_stall_is_the_median_of_what_kernels_lose_beyond_waves():
+    launch = Launch("kernel", 50, 256, 255, 0)
+    pairs = [
+        Pair("made up", A100, launch, RING, OpKind.GEMM, alone, alone + more, transfers=True)
+        for alone, more in ((5.0, 15.0), (50.0, 16.0), (90.0, 21.0))
+    ]
+    waiting = Pair("made up", A100, launch, RING, OpKind.GEMM, 50.0, 50.0)
+    found = fit_stall([*pairs, waiting])
+    assert found.value == 16
+    assert waiting.predicted(2, SECOND_WAVE, 16.0) == 1
+    assert found.residual_after_pct < found.residual_before_pct / 4
+
+
 def write_trace(folder: Path) -> None:
     """Three steps of a product and a copy; in the second a ring is beside the product."""
     events: list[dict[str, Any]] = []
@@ -126,12 +139,46 @@ def test_a_kernel_is_compared_with_itself_in_another_step(tmp_path):
 
 @pytest.mark.shared_data
 def test_what_is_installed_is_what_the_trace_of_deepseek_gives(shared_data, monkeypatch):
-    monkeypatch.setattr(fit_contention, "TRACES", fit_contention.TRACES[:1])
+    monkeypatch.setattr(pairs_of_kernels, "TRACES", pairs_of_kernels.TRACES[:1])
     second_wave = fit_second_wave(kernel_pairs(shared_data))
     assert second_wave.value == pytest.approx(second_wave.installed, abs=0.01)
     rate = fit_exchange_rate(shared_data)
     assert rate.value == pytest.approx(rate.installed, abs=0.005)
     assert rate.residual_after_pct < 6 < 30 < rate.residual_before_pct
+
+
+@pytest.mark.shared_data
+def test_kernels_beside_an_all_reduce_lose_the_same_time_whatever_their_length(shared_data, monkeypatch):
+    monkeypatch.setattr(pairs_of_kernels, "TRACES", ("hta/trace_diff/control/control.json.gz",))
+    pairs = kernel_pairs(shared_data, LEAST_STALL_US)
+    found = fit_stall(pairs)
+    assert found.value == pytest.approx(found.installed, abs=1)
+    assert found.residual_after_pct < found.residual_before_pct / 2
+    medians = [
+        median(
+            pair.beside_us - pair.alone_us * pair.predicted(2, SECOND_WAVE)
+            for pair in pairs
+            if pair.transfers and low <= pair.alone_us < high
+        )
+        for low, high in ((4, 8), (8, 16))
+    ]
+    assert medians == pytest.approx([found.value] * 2, abs=3)
+    # ... and beside sends next to nothing
+    assert median(p.beside_us - p.alone_us for p in pairs if p.is_send and p.alone_us < 16) <= 2
+
+
+def test_the_pair_of_chunks_is_among_what_the_fit_prints():
+    time, hidden = chunk_pairs()
+    assert (time.without_contention, time.with_contention) == (pytest.approx(time.measured, rel=0.05),) * 2
+    assert hidden.without_contention == pytest.approx(hidden.measured, abs=5)
+
+
+@pytest.mark.shared_data
+def test_settings_of_one_heading_are_compared_with_its_first_row(shared_data):
+    found = setting_pairs(shared_data)
+    assert len(found) >= 2
+    for pair in found:
+        assert (pair.measured < 1) == (pair.without_contention < 1) == (pair.with_contention < 1)
 
 
 def test_a_folder_without_data_is_refused(tmp_path):

@@ -9,6 +9,7 @@ equal demands are one class; rates depend on the classes that run, so they are c
   blocks just fit at once needs another wave for those that then do not; one that leaves SMs free loses the rest only.
 - Resources: max-min fair. Who asks for less than an equal share gets what it asks; the others share the rest equally.
   An operation advances at the smallest share of its demand that it gets of any resource.
+- Stalls: a kernel beside a collective in transfer takes a fixed time longer, whatever its length.
 
 A kernel whose blocks were issued before a communication kernel came keeps its SMs: it is not slowed by it.
 
@@ -43,6 +44,10 @@ class Demand:
     """Part of its duration in which its last blocks run; before that no kernel of another stream is admitted."""
     uses: tuple[tuple[int, float], ...] = ()
     """(resource, units a nanosecond); a use beyond the resource's capacity counts as all of it."""
+    stall_ns: float = 0.0
+    """What each kernel beside it takes longer while it transfers, beyond SMs and resources."""
+    kernel_ns: float = 0.0
+    """For one that stalls of others hold up: the time of each of its kernels by itself."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,10 @@ class SharingPolicy:
             ]
             for number, share in enumerate(max_min_shares(wanted, capacity)):
                 shares[number] = min(shares[number], share)
-        return tuple(rate * share for rate, share in zip(rates, shares, strict=True))
+        return tuple(
+            _stalled(rate * share, demand, demands)
+            for rate, share, demand in zip(rates, shares, demands, strict=True)
+        )
 
     def sm_rate(self, demand: Demand, taken: int) -> float:
         """Rate of an operation of which ``taken`` SMs are gone."""
@@ -124,6 +132,12 @@ class SharingPolicy:
         if demand.blocks:
             return -(-demand.blocks // alone) / -(-demand.blocks // left)
         return left / alone if demand.linear else 1.0
+
+
+def _stalled(rate: float, demand: Demand, running: Sequence[Demand]) -> float:
+    """The rate of an operation whose every kernel takes longer by the longest stall of what runs beside it."""
+    stall = max((other.stall_ns for other in running if other is not demand), default=0.0)
+    return rate if not stall or not demand.kernel_ns else 1 / (1 / rate + stall / demand.kernel_ns)
 
 
 def max_min_shares(wanted: Sequence[float], capacity: float) -> list[float]:

@@ -17,7 +17,15 @@ import numpy as np
 
 from hardware_profiles.profile import GemmFigures, HardwareProfile, LinkFigures
 from op_graphs.columns import Int64
-from op_graphs.graph import AttentionShape, GemmShape, HostCopyShape, HostUpdateShape, MemoryShape, OpGraph
+from op_graphs.graph import (
+    AttentionShape,
+    GemmShape,
+    HostCopyShape,
+    HostUpdateShape,
+    MemoryShape,
+    OpGraph,
+    Shape,
+)
 from op_graphs.vocabulary import Communication, OpKind
 
 from ..sharing import Demand, SharingPolicy
@@ -55,6 +63,9 @@ _DIRECTIONS: dict[Communication, tuple[int, ...]] = {
     Communication.RECEIVE: (DOMAIN_IN, FABRIC_IN, BRIDGE_IN, UPLINK_IN),
 }
 _BOTH = (DOMAIN_OUT, DOMAIN_IN, FABRIC_OUT, FABRIC_IN, BRIDGE_OUT, BRIDGE_IN, UPLINK_OUT, UPLINK_IN)
+
+_RINGS = (Communication.ALL_REDUCE, Communication.ALL_GATHER, Communication.REDUCE_SCATTER)
+"""What holds up kernels beside it by ``network.collective_stall_us``, as far as it fills the links of its domain."""
 
 
 def sharing_policy(costs: CostModel, graph: OpGraph, durations: Int64) -> SharingPolicy:
@@ -124,20 +135,34 @@ def _demand(costs: CostModel, graph: OpGraph, row: int, duration: int) -> Demand
     if isinstance(shape, HostCopyShape):
         # Copy engines take no SMs.
         return Demand(uses=uses)
+    launches = _launches(kind, shape, profile)
+    return replace(
+        _kernel_demand(costs, kind, shape, traffic, launches), uses=uses, kernel_ns=duration / launches
+    )
+
+
+def _launches(kind: OpKind, shape: Shape, profile: HardwareProfile) -> int:
+    """Kernels, one after another, that an operation stands for."""
     if isinstance(shape, GemmShape):
         by_expert = figures_for(profile.gemm, shape.dtype.name.lower()).grouped_per_expert_us > 0
-        launches = shape.count if kind == OpKind.GROUPED_GEMM and by_expert else 1
+        return shape.count if kind == OpKind.GROUPED_GEMM and by_expert else 1
+    return max(1, shape.passes) if isinstance(shape, MemoryShape) else 1
+
+
+def _kernel_demand(costs: CostModel, kind: OpKind, shape: Shape, traffic: float, launches: int) -> Demand:
+    """How kernels of a shape slow as SMs are taken, and when they let others in."""
+    profile = costs.profile
+    if isinstance(shape, GemmShape):
         blocks = gemm_blocks(replace(shape, count=1) if launches > 1 else shape, profile)
         sms = costs.compute.product_sms
-        return Demand(blocks=blocks, sms=sms, last_wave=_last_wave(blocks, sms, launches), uses=uses)
+        return Demand(blocks=blocks, sms=sms, last_wave=_last_wave(blocks, sms, launches))
     if isinstance(shape, AttentionShape):
         blocks = shape.batch * shape.heads * -(-shape.query_length // QUERY_TILE)
-        return Demand(blocks=blocks, last_wave=_last_wave(blocks, profile.sm_count), uses=uses)
+        return Demand(blocks=blocks, last_wave=_last_wave(blocks, profile.sm_count))
     waves = max(1, round(traffic / (WAVE_BYTES_PER_SM * profile.sm_count)))
-    launches = shape.passes if isinstance(shape, MemoryShape) else 1
     if kind is OpKind.NORM and not (isinstance(shape, MemoryShape) and shape.access == "stream"):
-        return Demand(second_wave=SECOND_WAVE, uses=uses)
-    return Demand(linear=True, last_wave=1.0 if launches > 1 else 1 / waves, uses=uses)
+        return Demand(second_wave=SECOND_WAVE)
+    return Demand(linear=True, last_wave=1.0 if launches > 1 else 1 / waves)
 
 
 def _last_wave(blocks: int, sms: int, launches: int = 1) -> float:
@@ -164,7 +189,13 @@ def _communication_demand(costs: CostModel, graph: OpGraph, row: int, duration: 
     # What is sent is read from memory, what arrives is written.
     passes = 1 if what in _DIRECTIONS else 2
     uses.insert(0, (HBM, passes * (estimate.domain_bytes + estimate.fabric_bytes) / duration))
-    return Demand(sms_taken=communication_sms(profile, what, size), uses=tuple(uses))
+    stall_ns = 0.0
+    if what in _RINGS:
+        nominal = _capacity(profile.network.domain)
+        stall_ns = (
+            1e3 * profile.network.collective_stall_us * min(1.0, estimate.domain_bytes / duration / nominal)
+        )
+    return Demand(sms_taken=communication_sms(profile, what, size), uses=tuple(uses), stall_ns=stall_ns)
 
 
 def communication_sms(profile: HardwareProfile, what: Communication, size: float) -> int:
