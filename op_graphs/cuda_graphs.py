@@ -51,6 +51,11 @@ def captures_experts(context: LoweringContext) -> bool:
     return "moe" in context.training.cuda_graphs
 
 
+def runs_experts_captured(context: LoweringContext) -> bool:
+    """Whether experts run inside a graph, so that no kernel of theirs is launched by numbers of tokens on the host."""
+    return captures_experts(context) or context.training.cuda_graphs == (FULL_ITERATION,)
+
+
 def host_reads_token_counts(context: LoweringContext) -> bool:
     """Whether the host waits for the numbers of tokens that each expert got."""
     moe = context.model.moe

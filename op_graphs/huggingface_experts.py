@@ -136,6 +136,7 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
     return (
         fields
         | {"qkv_bias": bias, "attention_output_bias": bias, "attention_sinks": True, "moe": moe}
+        | {"activation": "clamped_swiglu"}
         | keys.window(letters, default=128)
     )
 

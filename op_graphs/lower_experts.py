@@ -11,6 +11,14 @@ from dataclasses import dataclass
 from .cuda_graphs import captures_experts, captures_router
 from .dispatchers import DISPATCHERS, Dispatcher, RoutedSizes, kept_bytes
 from .linear import Linear, is_quantized_linear
+from .lower_expert_activation import (
+    Activated,
+    activate,
+    activate_backward,
+    add_bias,
+    add_bias_backward,
+    expert_widths,
+)
 from .lower_latent_experts import (
     into_latent,
     into_latent_backward,
@@ -36,20 +44,6 @@ from .recompute import Part
 from .vocabulary import OpKind, Phase
 
 
-@dataclass(frozen=True)
-class _Activated:
-    """What the activation of experts makes."""
-
-    fc2_input: Tensor
-    unscaled: Tensor | None
-    """Its output before a kernel of its own multiplies it by the routing scores; None where one kernel does both."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that is kept."""
-        return (self.fc2_input,) if self.unscaled is None else (self.fc2_input, self.unscaled)
-
-
 @dataclass
 class ExpertsSaved:
     """What a mixture keeps behind the norm."""
@@ -58,7 +52,7 @@ class ExpertsSaved:
     """Scores of the router, and what reordering by them keeps."""
     expert_input: Tensor
     fc1_output: Tensor
-    activated: _Activated | None
+    activated: Activated | None
     """None where the activation is recomputed (``moe_act``)."""
     shared: MlpSaved | None
     latent_output: Tensor | None = None
@@ -67,12 +61,6 @@ class ExpertsSaved:
 
 def _dispatcher(context: LoweringContext) -> Dispatcher:
     return DISPATCHERS[context.parallel.ep_dispatcher]
-
-
-def _widths(context: LoweringContext) -> tuple[int, int]:
-    """Outputs of the first and inputs of the second linear of an expert on this rank."""
-    width = context.experts.expert_ffn_size // context.parallel.etp
-    return width * (2 if context.model.gated else 1), width
 
 
 def experts_forward(
@@ -164,7 +152,7 @@ def _shared_forward(
 
 def _expert_linear(context: LoweringContext, layer: int, sizes: RoutedSizes, which: str) -> Linear:
     """The first (``fc1``) or second (``fc2``) linear of the local experts."""
-    first, width = _widths(context)
+    first, width = expert_widths(context)
     outer = context.routed_size
     inputs, outputs = (outer, first) if which == "fc1" else (width, outer)
     return Linear(
@@ -254,7 +242,7 @@ def _grouped_backward(
 
 def _expert_linears_forward(
     builder: ProgramBuilder, context: LoweringContext, layer: int, sizes: RoutedSizes, expert_input: Tensor
-) -> tuple[tuple[Tensor, _Activated | None], Tensor]:
+) -> tuple[tuple[Tensor, Activated | None], Tensor]:
     """First linear, activation, second linear; returns what is kept of them and the output."""
     keep = builder.keep_activations
     fc1, fc2 = (_expert_linear(context, layer, sizes, which) for which in ("fc1", "fc2"))
@@ -263,7 +251,7 @@ def _expert_linears_forward(
     builder.forget_unless_kept(expert_input, row)
     offload(builder, context, layer, "expert_fc1", [expert_input])
     fc1_output = builder.activation("expert_fc1_output", context.item * sizes.rows * fc1.outputs, row)
-    activated = _expert_activation(builder, context, sizes)
+    activated = activate(builder, context, sizes)
     builder.forget_unless_kept(fc1_output, builder.last_row)
     if keep and context.stores_quantized:
         assert context.recipe is not None
@@ -281,34 +269,9 @@ def _expert_linears_forward(
         else:
             builder.forget_unless_kept(tensor, row)
     offload(builder, context, layer, "moe_act", [fc1_output])
+    output = add_bias(builder, context, sizes, output)
     builder.module = "mlp"
     return (fc1_output, None if recomputed else activated), output
-
-
-def _expert_activation(builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes) -> _Activated:
-    """The activation, multiplied by the routing scores.
-
-    Megatron-Core has one kernel for both where the activation is SwiGLU (``fusions/fused_bias_swiglu.py``); of others
-    the product is a kernel of its own, and autograd keeps what it multiplies (``transformer/moe/experts.py``).
-    """
-    first, width = _widths(context)
-    size = context.item * sizes.rows * width
-    scores = 4.0 * sizes.rows
-    fused = context.model.activation == "swiglu"
-    row = builder.memory_bound(
-        f"expert_{context.model.activation}",
-        OpKind.ELEMENTWISE,
-        read=context.item * sizes.rows * first + (scores if fused else 0),
-        written=size,
-        dtype=context.dtype,
-    )
-    if fused:
-        return _Activated(builder.activation("expert_fc2_input", size, row), None)
-    unscaled = builder.activation("expert_activation_output", size, row)
-    row = builder.memory_bound(
-        "expert_score_product", OpKind.ELEMENTWISE, read=size + scores, written=size, dtype=context.dtype
-    )
-    return _Activated(builder.activation("expert_fc2_input", size, row), unscaled)
 
 
 # -- backward ----------------------------------------------------------------------------------------------------
@@ -402,6 +365,7 @@ def _expert_linears_backward(
 ) -> Tensor:
     fc1, fc2 = (_expert_linear(context, layer, sizes, which) for which in ("fc1", "fc2"))
     builder.module = "mlp.experts"
+    d_output = add_bias_backward(builder, context, sizes, d_output)
     begin_part(builder, context, layer, "moe_act")
     fc1_output, activated = saved.fc1_output, saved.activated
     if context.stores_quantized:
@@ -411,43 +375,13 @@ def _expert_linears_backward(
         fc1_output = restore(builder, context, "expert_fc1_output", elements, fc1_output, width)
     if activated is None:
         phase, builder.phase = builder.phase, Phase.RECOMPUTE
-        activated = _expert_activation(builder, context, sizes)
+        activated = activate(builder, context, sizes)
         builder.phase = phase
     d_fc2_input = _grouped_backward(builder, context, fc2, sizes, activated.fc2_input, d_output)
-    if activated.unscaled is not None:
-        d_fc2_input = _score_product_backward(builder, context, sizes, activated.unscaled, d_fc2_input)
-    fc1_bytes = context.item * sizes.rows * fc1.outputs
-    row = builder.memory_bound(
-        f"expert_{context.model.activation}_backward",
-        OpKind.ELEMENTWISE,
-        read=fc1_bytes + context.item * sizes.rows * fc2.inputs,
-        written=fc1_bytes + 4.0 * sizes.rows,
-        dtype=context.dtype,
-    )
-    builder.release(d_fc2_input, row)
-    builder.release(fc1_output, row)
-    d_fc1 = builder.temporary("expert_fc1_gradient", fc1_bytes, row)
+    d_fc1 = activate_backward(builder, context, sizes, activated, fc1_output, d_fc2_input)
     end_part(builder, context, layer, "moe_act")
     begin_part(builder, context, layer, "expert_fc1")
     d_input = _grouped_backward(builder, context, fc1, sizes, saved.expert_input, d_fc1)
     end_part(builder, context, layer, "expert_fc1")
     builder.module = "mlp"
     return d_input
-
-
-def _score_product_backward(
-    builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, unscaled: Tensor, gradient: Tensor
-) -> Tensor:
-    """Gradients of scores and activation where a kernel of its own multiplies them."""
-    size = context.item * sizes.rows * _widths(context)[1]
-    row = builder.memory_bound(
-        "expert_score_product_backward",
-        OpKind.ELEMENTWISE,
-        read=2 * size + 4.0 * sizes.rows,
-        written=size + 4.0 * sizes.rows,
-        access="reduction",
-        dtype=context.dtype,
-    )
-    builder.release(unscaled, row)
-    builder.release(gradient, row)
-    return builder.temporary("expert_activation_gradient", size, row)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-Activation = Literal["swiglu", "geglu", "gelu", "squared_relu"]
+Activation = Literal["swiglu", "clamped_swiglu", "geglu", "gelu", "squared_relu"]
 Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rotary", "learned", "none"]
 WindowKind = Literal["sliding", "chunked"]
@@ -323,7 +323,7 @@ class ModelDescription:
     @property
     def gated(self) -> bool:
         """Whether the first linear of the MLP has a gate beside it."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "clamped_swiglu", "geglu")
 
     @property
     def query_size(self) -> int:

@@ -67,7 +67,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         "heads": 8,
         "vocab_size": 1024,
         "vocab_padding_multiple": 1,
-        "activation": draw(st.sampled_from(["swiglu", "gelu"])),
+        "activation": draw(st.sampled_from(["swiglu", "gelu", "clamped_swiglu"])),
         "tied_embeddings": draw(st.booleans()),
         "mtp_layers": draw(st.sampled_from([0, 0, 1])),
     }
@@ -85,6 +85,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
             "first_dense_layers": draw(st.sampled_from([0, 1])),
             **draw(st.sampled_from(CAPACITY)),
             "latent_size": draw(st.sampled_from([0, 0, 32])),
+            "expert_bias": draw(st.booleans()),
         }
     kind = draw(st.integers(0, 5))
     if kind == 0:

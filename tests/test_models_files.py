@@ -71,7 +71,8 @@ def test_a_model_that_is_not_there_names_what_is_near(name: str, messages: list[
         ({"layers": 10**5000}, "not a number of more than 60 digits"),
         (
             {"activation": "swigl"},
-            "activation: must be one of swiglu, geglu, gelu, squared_relu, not 'swigl'; did you mean swiglu?",
+            "activation: must be one of swiglu, clamped_swiglu, geglu, gelu, squared_relu, not 'swigl'; did you mean "
+            "swiglu?",
         ),
         ({"norm": None}, "norm: must be one of rmsnorm, layernorm, not None"),
         ({"qkv_bias": "yes"}, "qkv_bias: must be true or false, not 'yes'"),
