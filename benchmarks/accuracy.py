@@ -22,7 +22,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.microbatch_slopes import slopes
+from benchmarks.microbatch_slopes import slopes, verdict
 from benchmarks.rows import MeasuredRow, RowFile, RowSkippedError, RunReport, express
 from benchmarks.rows.dispatch import row_label, source_name
 from benchmarks.scores import Score, error_pct, score
@@ -444,9 +444,10 @@ def main(
 def print_slopes(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Fixed cost and cost of a microbatch apart, where a layout ran with three counts."""
     table = Table("source", "layout", "microbatches", title="Fixed cost and cost of a microbatch")
-    for heading in ("ms each", "error %", "fixed, ms", "error %"):
+    for heading in ("ms each", "error %", "fixed, ms", "+-", "error %"):
         table.add_column(heading, justify="right")
-    for one in slopes(rows):
+    found = slopes(rows)
+    for one in found:
         fixed = one.fixed_error_pct
         table.add_row(
             one.source,
@@ -455,10 +456,12 @@ def print_slopes(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
             f"{one.measured_slope:.2f}",
             f"{one.slope_error_pct:+.1f}",
             f"{one.measured_fixed:.1f}",
+            f"{one.fixed_error:.1f}",
             "-" if fixed is None else f"{fixed:+.0f}",
         )
     if table.row_count:
         console.print(table)
+        console.print(verdict(found))
 
 
 def print_deltas(rows: Sequence[Mapping[str, Any]], console: Console) -> None:

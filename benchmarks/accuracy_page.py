@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.golden_memory import FAR_PCT, golden_memory
 from benchmarks.intervals import coverage, quantiles, ratios_of, tail_percent
-from benchmarks.microbatch_slopes import FIXED_LIMIT_PCT, SLOPE_LIMIT_PCT, slopes
+from benchmarks.microbatch_slopes import slopes, verdict
 from benchmarks.setting_deltas import FIGURES as DELTA_UNITS
 from benchmarks.setting_deltas import SIZE_LIMIT_PCT, deltas
 from benchmarks.source_notes import note_of
@@ -115,19 +115,23 @@ def _slopes(document: Document, _: str) -> str:
                 f"{one.measured_slope:.2f}",
                 f"{one.slope_error_pct:+.1f}",
                 f"{one.measured_fixed:.1f}",
+                f"{one.fixed_error:.1f}",
                 "-" if fixed is None else f"{fixed:+.0f}",
+                f"{one.scatter_pct:.2f}",
             )
         )
-    right = sum(abs(one.slope_error_pct) <= SLOPE_LIMIT_PCT for one in found)
-    fixed_right = sum(
-        one.fixed_error_pct is not None and abs(one.fixed_error_pct) <= FIXED_LIMIT_PCT for one in found
+    heading = (
+        "source",
+        "layout",
+        "microbatches",
+        "ms each",
+        "error %",
+        "fixed, ms",
+        "standard error",
+        "error %",
+        "scatter %",
     )
-    heading = ("source", "layout", "microbatches", "ms each", "error %", "fixed, ms", "error %")
-    verdict = (
-        f"The slope is within {SLOPE_LIMIT_PCT:.0f} % in {right} of {len(found)} layouts, the fixed cost within "
-        f"{FIXED_LIMIT_PCT:.0f} % in {fixed_right}."
-    )
-    return f"{_table(heading, rows)}\n\n{verdict}"
+    return f"{_table(heading, rows)}\n\n{verdict(found)}"
 
 
 def _deltas(document: Document, _: str) -> str:

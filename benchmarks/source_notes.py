@@ -47,7 +47,7 @@ NOTES: dict[str, SourceNote] = {
         "allocator are not modelled",
     ),
     "vtrain-ground-truth": SourceNote(
-        "GPT of width 1,024 to 12,288, 412 of 443 rows on one node of A100",
+        "GPT of width 1,024 to 12,288, 412 of 443 rows on one node of A100, which are sums of parts (below)",
         "host.operation_us: 220 rows",
         "small models, bound by launches: one time a lowered operation stands for all kinds of them",
     ),

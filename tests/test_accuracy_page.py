@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from benchmarks import accuracy_page
 from benchmarks.accuracy import main
 from benchmarks.golden_memory import golden_memory
-from benchmarks.microbatch_slopes import slopes
+from benchmarks.microbatch_slopes import slopes, verdict
 from benchmarks.setting_deltas import deltas
 from benchmarks.source_notes import NOTES
 
@@ -57,6 +58,52 @@ def test_slope_and_fixed_cost_of_a_layout_are_told_apart():
     assert found.fixed_error_pct == pytest.approx(-20)
 
 
+def scattered(deviations: tuple[float, float, float], source: str = "simumax-b200", layout: str = "a"):
+    """A layout whose runs are off the line 100 ms + 50 ms a microbatch by so many percent; predicted is 150 + 50."""
+    return [
+        row(count, (100.0 + 50 * count) * (1 + off / 100), 150.0 + 50 * count, source, layout)
+        for count, off in zip((4, 8, 32), deviations, strict=True)
+    ]
+
+
+def test_times_on_a_line_have_no_standard_error_and_are_sums_of_parts():
+    (found,) = slopes(LINE)
+    assert found.fixed_error == pytest.approx(0, abs=1e-9)
+    assert found.composed
+    assert not slopes(scattered((1.0, -1.0, 0.5)))[0].composed
+
+
+def test_standard_errors_are_those_of_repeated_draws():
+    # Deviations of 1 % drawn anew: the fixed costs of their lines spread by what one draw of the pooled scatter says.
+    draws = np.random.default_rng(0).normal(0, 1.0, (400, 3))
+    rows = [one for place, off in enumerate(draws) for one in scattered(tuple(off), layout=str(place))]
+    found = slopes(rows)
+    assert found[0].scatter_pct == pytest.approx(1.0, rel=0.1)
+    assert found[0].fixed_error == pytest.approx(np.std([one.measured_fixed for one in found]), rel=0.1)
+    assert found[0].slope_error == pytest.approx(np.std([one.measured_slope for one in found]), rel=0.1)
+
+
+def test_scatter_is_pooled_over_the_layouts_of_a_source_alone():
+    exact, noisy = scattered((0.0, 0.0, 0.0)), scattered((2.0, -2.0, 2.0), layout="b")
+    other = scattered((0.0, 0.0, 0.0), source="other")
+    by_layout = slopes([*exact, *noisy, *other])
+    assert by_layout[0].scatter_pct == by_layout[1].scatter_pct > 1
+    assert by_layout[2].composed
+
+
+def test_what_the_measured_line_is_uncertain_by_is_counted_apart():
+    (loose,) = slopes(scattered((4.0, -8.0, 4.0)))
+    (tight,) = slopes(scattered((0.04, -0.08, 0.04)))
+    for one, within in ((loose, True), (tight, False)):
+        assert one.slope_right()
+        assert not one.fixed_right()
+        assert one.fixed_right(with_scatter=True) is within
+    words = verdict([loose, tight])
+    assert "within 4 % in 2 of 2 layouts, the fixed cost within 20 % in 0;" in words
+    assert "standard errors of the measured line, 2 and 1." in words
+    assert "Of the 1 layouts whose times scatter" in verdict([loose, *slopes(LINE)])
+
+
 def test_two_counts_are_no_line_and_layouts_are_not_mixed():
     assert slopes(LINE[:2]) == []
     assert slopes([*LINE[:2], row(32, 1.0, 1.0, layout="b")]) == []
@@ -73,7 +120,7 @@ def test_the_page_has_every_table_of_its_template(tmp_path):
     assert "3 of 5 rows could be expressed and are simulated; 2 are left out." in page
     assert "| no \\| profile | 2 |" in page
     assert f"| `simumax-b200` | time | 3 | 1.50 | -1.25 | 4.00 | - | {NOTES['simumax-b200'].in_fit} |" in page
-    assert "| `simumax-b200` | run of 4 | 4, 8, 32 | 50.00 | +3.0 | 100.0 | -20 |" in page
+    assert "| `simumax-b200` | run of 4 | 4, 8, 32 | 50.00 | +3.0 | 100.0 | 0.0 | -20 | 0.00 |" in page
     assert "The slope is within 4 % in 1 of 1 layouts" in page
     assert "| run of 4 | 300.00 | 286.00 | -4.67 |" in page
     assert page == accuracy_page.page(DOCUMENT)
