@@ -24,7 +24,7 @@ from op_graphs.parameters import (
 from op_graphs.presets import load_model, model_from_mapping
 from op_graphs.vocabulary import Communication, OpKind, Phase, Stream
 from tests.dense_scenarios import dense_mapping
-from tests.test_import_megatron import problems_of, scenario_of
+from tests.megatron_lists import problems_of, scenario_of
 from tests.test_lowering import assert_nothing_leaks, saved_bytes, step_flops
 from tracesim.errors import ScenarioError
 from tracesim.lowering import lower_scenario

@@ -9,35 +9,11 @@ import yaml
 from click.testing import CliRunner
 
 from op_graphs.vocabulary import DType
+from tests.megatron_lists import EXPERTS, GPT, LATENT, problems_of, scenario_of
 from tracesim.cli import main
 from tracesim.errors import ScenarioError
 from tracesim.megatron import import_megatron, read_launch_file
 from tracesim.scenario import load_scenario
-
-GPT = {
-    "num-layers": 12,
-    "hidden-size": 512,
-    "num-attention-heads": 8,
-    "seq-length": 1024,
-    "max-position-embeddings": 1024,
-    "micro-batch-size": 4,
-    "global-batch-size": 32,
-    "bf16": True,
-}
-EXPERTS = {"num-experts": 8, "sequence-parallel": True, "tensor-model-parallel-size": 2}
-LATENT = {"multi-latent-attention": True, "kv-lora-rank": 512, "q-lora-rank": 1536, "qk-layernorm": True}
-
-
-def scenario_of(changes=(), **options):
-    """The scenario of a small GPT with some arguments changed; None takes one away."""
-    arguments = {key: value for key, value in {**GPT, **dict(changes)}.items() if value is not None}
-    return load_scenario(import_megatron(arguments, "h100-sxm", **options).mapping)
-
-
-def problems_of(changes, **options):
-    with pytest.raises(ScenarioError) as caught:
-        scenario_of(changes, **options)
-    return str(caught.value)
 
 
 def capacity_of(scenario):
@@ -180,6 +156,7 @@ def test_experts():
         "moe-ffn-hidden-size": 256,
         "moe-router-topk": 4,
         "moe-router-load-balancing-type": "seq_aux_loss",
+        "moe-aux-loss-coeff": "1e-4",
         "moe-shared-expert-intermediate-size": 512,
         "moe-grouped-gemm": True,
         "expert-model-parallel-size": 4,

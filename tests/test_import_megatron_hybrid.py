@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.test_import_megatron import EXPERTS, problems_of, scenario_of
+from tests.megatron_lists import EXPERTS, problems_of, scenario_of
 
 HYBRID = {
     "hybrid-layer-pattern": "M-M*|M-ME/*E/*E",
@@ -78,7 +78,10 @@ def test_the_older_pattern_gives_the_same_model():
             {"hybrid-layer-pattern": "M-|M-|M*"},
             "has 3 stages, which --pipeline-model-parallel-size 2 does not divide",
         ),
-        ({"num-layers": 9}, "names 8 layers, --num-layers says 9"),
+        (
+            {"hybrid-layer-pattern": None, "hybrid-override-pattern": "M-M*M-ME", "num-layers": 9},
+            "names 8 layers, --num-layers says 9",
+        ),
         ({"hybrid-layer-pattern": "ME|M*/*E/E"}, "prediction heads of different layers have no rule"),
         ({"disable-mamba-mem-eff-path": True}, "keeps what each kernel of the scan reads"),
         ({"pipeline-model-parallel-layout": "Et*4|t*4mmL"}, "the pattern of layers says the stages already"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_NONE_IS_A_WORD = ("position-embedding-type",)
+_NONE_IS_A_WORD = ("position-embedding-type", "moe-router-load-balancing-type")
 """Arguments of which ``none`` is a choice."""
+_VARIABLE = re.compile(r"\$\{?(\w+)")
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off", "none", "null")
 
 
@@ -42,6 +44,10 @@ class Arguments:
         value = self.values.get(name)
         return None if value is False else value
 
+    def imply(self, name: str) -> None:
+        """Set a switch that another argument implies."""
+        self.values = {**self.values, name: True}
+
     def given(self, name: str) -> bool:
         """Whether an argument is given at all."""
         return self.get(name) is not None
@@ -50,25 +56,34 @@ class Arguments:
         """Whether a switch is set."""
         value = self.get(name)
         if value not in (None, True):
-            self.refuse(name, "is a switch, it takes no value")
+            self._refuse_value(name, "is a switch, it takes no value")
         return value is not None
 
     def count(self, name: str, default: int | None = None) -> int | None:
-        """A whole number from 1."""
+        """A whole number from 1; 0 stands for none where there is no default."""
         value = self.get(name)
         if value is None:
             return default
         number = _whole(value)
+        if number == 0 and default is None:
+            return None
         if number is None or number < 1:
-            self.refuse(name, "must be a whole number from 1")
+            self._refuse_value(name, "must be a whole number from 1")
             return default
         return number
+
+    def first_given(self, *names: str) -> str:
+        """The first of the names that is given, else the first of all: an argument, then what it was called before."""
+        given = [name for name in names if self.given(name)]
+        return given[0] if given else names[0]
 
     def required(self, name: str) -> int:
         """A whole number from 1 without which there is no scenario; 1 where it is missing, which is noted."""
         found = self.count(name)
-        if found is None and self.get(name) is None:
+        if self.get(name) is None:
             self.problems.append(f"--{name} is missing")
+        elif found is None and _whole(self.get(name)) == 0:
+            self.refuse(name, "must be a whole number from 1")
         return found or 1
 
     def number(self, name: str, default: float) -> float:
@@ -79,7 +94,7 @@ class Arguments:
         try:
             return float(value)
         except (TypeError, ValueError):
-            self.refuse(name, "must be a number")
+            self._refuse_value(name, "must be a number")
             return default
 
     def text(self, name: str, default: str = "") -> str:
@@ -91,7 +106,7 @@ class Arguments:
         """What a word stands for in ``choices``."""
         value = self.text(name, default)
         if value not in choices:
-            self.refuse(name, f"must be one of {', '.join(choices)} to be simulated")
+            self._refuse_value(name, f"must be one of {', '.join(choices)} to be simulated")
             return choices[default]
         return choices[value]
 
@@ -100,10 +115,16 @@ class Arguments:
         value = self.get(name)
         if value is None:
             return []
-        items = (
-            value if isinstance(value, list | tuple) else str(value).strip("[]()").replace(",", " ").split()
-        )
-        return [str(item) for item in items]
+        text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        return text.strip("[]()'\" ").replace(",", " ").split()
+
+    def _refuse_value(self, name: str, reason: str) -> None:
+        """Refuse what is no value of its kind; a variable that nothing sets is told as such."""
+        variable = _VARIABLE.search(str(self.values.get(name)))
+        if variable is not None:
+            called = variable.group(1)
+            reason = f"{called} is set nowhere in the file; say it with --variable {called}=..."
+        self.refuse(name, reason)
 
     def refuse(self, name: str, reason: str) -> None:
         """Note that an argument cannot be simulated as it is."""
@@ -114,7 +135,8 @@ class Arguments:
 
 def _plain(value: object) -> object:
     if isinstance(value, str):
-        word = value.strip()
+        # A shell may leave quotes around what was quoted twice.
+        word = value.strip().strip("'\"")
         if word.lower() in _YES:
             return True
         return None if word.lower() in _NO else word

@@ -15,7 +15,7 @@ from typing import Any
 from .arguments import Arguments
 from .delta_net_arguments import delta_net_sizes
 
-_LETTERS = "MG*-E"
+_LETTERS, _ALL_LATENT = "MG*-E", "+"
 _SPECS = ("mamba_stack_spec", "hybrid_stack_spec")
 
 
@@ -64,6 +64,10 @@ def read_hybrid(arguments: Arguments) -> HybridLayers | None:
             )
             shares = [0.0, 0.0]
         return HybridLayers((allotted(layers, *shares),), head, arguments.count("mtp-num-layers") or 0)
+    if _ALL_LATENT in text and "*" not in text:
+        # A letter of its own for latent attention, which all attention of a model here is or is not.
+        text = text.replace(_ALL_LATENT, "*")
+        arguments.imply("multi-latent-attention")
     main, *heads = text.replace(" ", "").split("/")
     found = HybridLayers(tuple(main.split("|")), heads[0] if heads else head, len(heads) or _heads(arguments))
     wrong = sorted(set(main + "".join(heads)) - set(_LETTERS) - {"|"})
@@ -75,7 +79,12 @@ def read_hybrid(arguments: Arguments) -> HybridLayers | None:
         arguments.refuse(name, "prediction heads of different layers have no rule")
     stated = arguments.count("num-layers")
     if stated and len(found.pattern) != stated and not wrong:
-        arguments.refuse(name, f"names {len(found.pattern)} layers, --num-layers says {stated}")
+        told = f"names {len(found.pattern)} layers, --num-layers says {stated}"
+        if name == "hybrid-layer-pattern":
+            # Megatron-LM warns and goes by the pattern; with the older name it stops.
+            arguments.assumed.append(f"--{name} {told}: the pattern holds")
+        else:
+            arguments.refuse(name, told)
     arguments.get("mtp-num-layers")
     return found
 

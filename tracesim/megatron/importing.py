@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ScenarioError
-from .argument_table import REFUSED, has_no_effect, nearest
+from .argument_table import has_no_effect, nearest, needed_argument, stand_in, why_refused
 from .arguments import Arguments, argument_name
 from .hybrid_arguments import place_stages, read_hybrid
 from .model_arguments import model_mapping
@@ -88,16 +88,28 @@ def import_megatron(
 
 
 def _judge_the_rest(arguments: Arguments) -> tuple[str, ...]:
-    """Note arguments nothing asked for: known to have no effect, refused, or unknown."""
+    """Sort arguments nothing asked for: known to have no effect, priced as something else, refused, or unknown."""
     without_effect = []
     for name, value in arguments.values.items():
-        if value is None or value is False:
+        if name in arguments.asked or value is None or value is False:
             continue
-        if name in REFUSED and name not in arguments.asked:
-            arguments.refuse(name, f"{REFUSED[name]}; --leave-out {name} imports the rest")
-        elif name not in arguments.asked and has_no_effect(name):
+        reason, taken = why_refused(name), stand_in(name)
+        needed = needed_argument(name)
+        if needed is not None and not any(arguments.given(other) for other in needed):
             without_effect.append(name)
-        elif name not in arguments.asked:
+        elif reason is not None and not _is_off(name, value):
+            arguments.refuse(name, f"{reason}; --leave-out {name} imports the rest")
+        elif taken is not None and not _is_off(name, value):
+            arguments.assumed.append(f"--{name}: {taken}")
+        elif reason is not None or taken is not None or has_no_effect(name):
+            without_effect.append(name)
+        else:
             advice = nearest(name, arguments.asked)
             arguments.refuse(name, f"is not known{advice}; --leave-out {name} imports the rest")
     return tuple(without_effect)
+
+
+def _is_off(name: str, value: object) -> bool:
+    """Whether a value asks for nothing: 0, an empty list, or one piece of what could be several."""
+    one_piece = name.endswith(("-size", "-shards", "-for-training")) and str(value) == "1"
+    return one_piece or str(value) in ("0", "0.0", "[]", "()", "")

@@ -6,30 +6,44 @@ tied embeddings and dropout 0.1.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from .arguments import Arguments
 from .delta_net_arguments import delta_net_fields
 from .hybrid_arguments import HybridLayers, hybrid_fields
+from .layer_patterns import layer_numbers
 
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
 """Words of the tokenizers that come with their vocabulary."""
-_POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "yarn": "rotary", "none": "none"}
+_POSITIONS = {
+    "learned_absolute": "learned",
+    "absolute": "learned",
+    "rope": "rotary",
+    "rotary": "rotary",
+    "yarn": "rotary",
+    "mrope": "rotary",
+    "alibi": "none",
+    "none": "none",
+}
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-_TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,6}))?")
+_SOFTMAX = {"vanilla": False, "learnable": True, "off-by-one": False}
 
 
 def model_mapping(
     arguments: Arguments, vocab_size: int | None, hybrid: HybridLayers | None = None, *, is_bert: bool = False
 ) -> dict[str, Any]:
     """The model; ``vocab_size`` is that of the tokenizer, where the arguments do not say it."""
-    layers = len(hybrid.pattern) if hybrid is not None else arguments.required("num-layers")
+    layers = len(hybrid.pattern) if hybrid is not None else layer_count(arguments)
     hidden = arguments.required("hidden-size")
     heads = arguments.required("num-attention-heads")
-    gated = arguments.flag("swiglu")
+    activation = _activation(arguments, is_bert=is_bert)
     biased = not arguments.flag("disable-bias-linear")
-    default_ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+    extra_bias, tied = (
+        arguments.flag("add-qkv-bias"),
+        not arguments.flag("untie-embeddings-and-output-weights"),
+    )
+    default_ffn = int(4 * hidden * 2 / 3 / 64) * 64 if activation == "swiglu" else 4 * hidden
+    norm_without_weight = arguments.flag("qk-l2-norm")
     groups = arguments.count("num-query-groups")
     model: dict[str, Any] = {
         "name": "megatron-bert" if is_bert else "megatron-gpt",
@@ -39,17 +53,17 @@ def model_mapping(
         "heads": heads,
         "kv_heads": groups if arguments.flag("group-query-attention") and groups else heads,
         "head_size": arguments.count("kv-channels", max(1, hidden // heads)),
-        "vocab_size": _vocabulary(arguments, vocab_size, is_bert=is_bert),
-        "vocab_padding_multiple": arguments.count("make-vocab-size-divisible-by", 128),
-        "activation": _activation(arguments, gated=gated, is_bert=is_bert),
+        **_vocabulary(arguments, vocab_size, is_bert=is_bert),
+        "activation": activation,
         "norm": arguments.choice("normalization", "LayerNorm", _NORMS),
         "positions": _positions(arguments),
-        "qkv_bias": biased or arguments.flag("add-qkv-bias"),
+        "qkv_bias": biased or extra_bias,
         "attention_output_bias": biased,
         "mlp_bias": biased,
-        "qk_norm": arguments.flag("qk-layernorm"),
+        "qk_norm": arguments.flag("qk-layernorm") or norm_without_weight,
+        "qk_norm_weight": not norm_without_weight,
         "attention_output_gate": arguments.flag("attention-output-gate"),
-        "tied_embeddings": not arguments.flag("untie-embeddings-and-output-weights"),
+        "tied_embeddings": tied,
         "hidden_dropout": arguments.number("hidden-dropout", 0.1),
         "attention_dropout": arguments.number("attention-dropout", 0.1),
         "causal": not is_bert,
@@ -60,6 +74,7 @@ def model_mapping(
         model["max_positions"] = arguments.required("max-position-embeddings")
     else:
         arguments.get("max-position-embeddings")
+    _add_windows(arguments, model)
     if arguments.flag("multi-latent-attention"):
         _add_latent_attention(arguments, model)
     if arguments.count("num-experts") is not None:
@@ -73,40 +88,100 @@ def model_mapping(
     return model | delta_net_fields(arguments, layers)
 
 
-def _activation(arguments: Arguments, *, gated: bool, is_bert: bool) -> str:
-    squared = arguments.flag("squared-relu")
-    if gated and squared:
-        arguments.refuse("squared-relu", "does not go with --swiglu")
-    arguments.flag("no-bias-gelu-fusion")
+def layer_count(arguments: Arguments) -> int:
+    """Layers; ``--encoder-num-layers`` is another name for them where there is no decoder beside."""
+    other = "encoder-num-layers"
+    alone = not arguments.given("num-layers") and not arguments.values.get("decoder-num-layers")
+    return arguments.required(other if alone and arguments.values.get(other) else "num-layers")
+
+
+def _activation(arguments: Arguments, *, is_bert: bool) -> str:
+    old_name = arguments.text("glu-activation")
+    switches = {
+        "swiglu": arguments.flag("swiglu") or old_name == "swiglu",
+        "geglu": any([arguments.flag("quick-geglu"), arguments.flag("geglu"), old_name == "geglu"]),
+        "squared_relu": arguments.flag("squared-relu"),
+    }
+    if old_name and old_name not in switches:
+        arguments.refuse("glu-activation", "must be swiglu or geglu to be simulated")
+    chosen = [name for name, given in switches.items() if given]
+    if len(chosen) > 1:
+        arguments.problems.append(f"--{' and --'.join(chosen).replace('_', '-')} do not go together")
     if is_bert:
         arguments.flag("bert-no-binary-head")
-    arguments.flag("no-bias-swiglu-fusion")
-    return "swiglu" if gated else "squared_relu" if squared else "gelu"
+    return chosen[0] if chosen else "gelu"
 
 
 def _positions(arguments: Arguments) -> str:
-    arguments.flag("no-rope-fusion")
     old_name = arguments.flag("use-rotary-position-embeddings")
-    stated = arguments.choice("position-embedding-type", "learned_absolute", _POSITIONS)
+    name = "position-embedding-type"
+    stated = arguments.choice(name, "learned_absolute", _POSITIONS)
+    if arguments.values.get(name) == "alibi":
+        arguments.assumed.append("alibi: biases of attention by distance cost nothing of their own")
     no_table = arguments.flag("no-position-embedding")
     if old_name:
         return "rotary"
     return "none" if stated == "learned" and no_table else stated
 
 
-def _vocabulary(arguments: Arguments, vocab_size: int | None, *, is_bert: bool) -> int:
+def _add_windows(arguments: Arguments, model: dict[str, Any]) -> None:
+    """Attention windows (``--window-size LEFT,RIGHT``, tokens beside a token's own) and sinks."""
+    softmax = arguments.choice("softmax-type", "vanilla", {name: name for name in _SOFTMAX})
+    model["attention_sinks"] = _SOFTMAX[softmax]
+    if softmax == "off-by-one":
+        arguments.assumed.append("--softmax-type off-by-one: priced as a plain softmax")
+    sides = [word.lstrip("+") for word in arguments.words("window-size")]
+    frequency = arguments.text("window-attn-skip-freq")
+    if not sides or sides[0] == "-1":
+        return
+    if not sides[0].isdecimal() or len(sides) > 2:
+        arguments.refuse("window-size", "must be two numbers such as 127,0; -1 is no limit")
+        return
+    if len(sides) == 2 and sides[1] not in ("0", "-1"):
+        arguments.refuse("window-size", "windows that look ahead have no rule; the second number must be 0")
+    model["window"] = int(sides[0]) + 1
+    if not frequency:
+        return
+    if frequency.isdecimal() and int(frequency):
+        model["window_pattern"] = "w" * (int(frequency) - 1) + "f"
+        return
+    numbers = layer_numbers(frequency)
+    if numbers is None or len(numbers) < model["layers"]:
+        arguments.refuse(
+            "window-attn-skip-freq",
+            f"must be a number above 0, or a list of 1 (window) or 0 for each of {model['layers']} layers",
+        )
+        return
+    model["window_pattern"] = "".join("w" if number else "f" for number in numbers[: model["layers"]])
+
+
+def _vocabulary(arguments: Arguments, vocab_size: int | None, *, is_bert: bool) -> dict[str, int]:
+    """Words and the multiple they are padded to; a padded size stands as it is."""
+    multiple = arguments.count("make-vocab-size-divisible-by", 128) or 128
+    if arguments.flag("no-pad-vocab-size"):
+        multiple = 1
     stated = arguments.count("vocab-size")
-    padded = arguments.count("padded-vocab-size")
+    padded = arguments.count(arguments.first_given("padded-vocab-size", "pad-vocab-size-to"))
     tokenizer = arguments.text("tokenizer-type")
-    if vocab_size or stated or padded:
-        return vocab_size or stated or padded or 1
+    if padded:
+        return {"vocab_size": padded, "vocab_padding_multiple": 1}
+    words = vocab_size or stated
+    if not words:
+        words = _words_of_tokenizer(arguments, tokenizer, is_bert=is_bert)
+    return {"vocab_size": words, "vocab_padding_multiple": multiple}
+
+
+def _words_of_tokenizer(arguments: Arguments, tokenizer: str, *, is_bert: bool) -> int:
     if not tokenizer:
         tokenizer = "BertWordPieceLowerCase" if is_bert else "GPT2BPETokenizer"
         arguments.assumed.append(f"no tokenizer is named: {tokenizer} with {TOKENIZERS[tokenizer]} words")
     if tokenizer in TOKENIZERS:
         return TOKENIZERS[tokenizer]
+    model = arguments.values.get("tokenizer-model") or arguments.values.get("tokenizer-name-or-path")
+    of_model = f" ({str(model)[:60]})" if model else ""
     arguments.problems.append(
-        f"--tokenizer-type {tokenizer}: its vocabulary is in a file; say how many words it has (--vocab-size)"
+        f"--tokenizer-type {tokenizer}{of_model}: its vocabulary is in a file; say how many words it has "
+        "(--vocab-size)"
     )
     return 1
 
@@ -127,29 +202,51 @@ def _add_latent_attention(arguments: Arguments, model: dict[str, Any]) -> None:
 
 
 def _add_experts(arguments: Arguments, model: dict[str, Any], *, biased: bool) -> None:
-    balancing = arguments.words("moe-router-load-balancing-type") or ["aux_loss"]
     grouped = arguments.flag("moe-grouped-gemm")
+    score = arguments.choice(
+        "moe-router-score-function", "softmax", {"softmax": "softmax", "sigmoid": "sigmoid"}
+    )
+    choice_first = not arguments.flag("moe-router-pre-softmax")
     model["moe"] = {
         "experts": arguments.required("num-experts"),
         "top_k": arguments.count("moe-router-topk", 2),
         "expert_ffn_size": arguments.count("moe-ffn-hidden-size", model["ffn_size"]),
         "shared_ffn_size": arguments.count("moe-shared-expert-intermediate-size") or 0,
         "shared_gate": arguments.flag("moe-shared-expert-gate"),
-        "router_score": arguments.choice(
-            "moe-router-score-function", "softmax", {"softmax": "softmax", "sigmoid": "sigmoid"}
-        ),
+        "router_score": score,
         "router_fp32": arguments.text("moe-router-dtype") in ("fp32", "fp64"),
         "router_bias": arguments.flag("moe-router-enable-expert-bias"),
-        "normalize_top_k": not arguments.flag("moe-router-pre-softmax"),
-        "aux_loss": any("aux_loss" in word for word in balancing),
+        # Sigmoids are divided by their sum in any case (``moe_utils.topk_routing_with_score_function``).
+        "normalize_top_k": choice_first or score == "sigmoid",
+        "aux_loss": _has_auxiliary_loss(arguments),
         **_capacity(arguments),
         "latent_size": arguments.count("moe-latent-size") or 0,
-        "routing_groups": arguments.count("moe-router-num-groups", 1),
-        "top_groups": arguments.count("moe-router-group-topk", 1),
+        **_routing_groups(arguments),
         # Grouped GEMMs of Megatron-Core take no bias.
         "expert_bias": biased and not grouped,
     }
     arguments.get("moe-shared-expert-overlap")
+
+
+def _has_auxiliary_loss(arguments: Arguments) -> bool:
+    """Whether a loss balances experts: its kind is one, and its coefficient, 0 by default, is not 0."""
+    kinds = arguments.words("moe-router-load-balancing-type") or ["aux_loss"]
+    name = arguments.first_given("moe-aux-loss-coeff", "moe-loss-coeff")
+    try:
+        balances = any(float(word) > 0 for word in arguments.words(name))
+    except ValueError:
+        arguments.refuse(name, "must be a number")
+        balances = False
+    return balances and any("aux_loss" in kind for kind in kinds)
+
+
+def _routing_groups(arguments: Arguments) -> dict[str, int | None]:
+    devices = arguments.count("moe-router-topk-limited-devices")
+    groups, chosen = arguments.count("moe-router-num-groups"), arguments.count("moe-router-group-topk")
+    if devices and not groups:
+        # The older name: groups are the ranks that share experts.
+        groups, chosen = arguments.count("expert-model-parallel-size", 1), devices
+    return {"routing_groups": groups or 1, "top_groups": chosen or 1}
 
 
 def _capacity(arguments: Arguments) -> dict[str, Any]:
@@ -172,13 +269,10 @@ def _add_layer_frequency(arguments: Arguments, model: dict[str, Any]) -> None:
     if text.isdecimal() and int(text):
         model["moe"]["layer_frequency"] = int(text)
         return
-    pattern: list[int] = []
-    for term in text.strip("()").split("+"):
-        match = _TERM.fullmatch(term)
-        if match is None:
-            arguments.refuse("moe-layer-freq", "must be a number or lists such as ([0]*3+[1]*11)")
-            return
-        pattern += [int(digit) for digit in match.group(1).split(",")] * int(match.group(2) or 1)
+    pattern = layer_numbers(text)
+    if pattern is None or set(pattern) - {0, 1}:
+        arguments.refuse("moe-layer-freq", "must be a number or lists such as ([0]*3+[1]*11)")
+        return
     if len(pattern) != model["layers"]:
         arguments.refuse("moe-layer-freq", f"names {len(pattern)} layers of {model['layers']}")
         return

@@ -5,14 +5,17 @@ What an argument implies for others is Megatron-LM's ``validate_args`` (``megatr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from op_graphs.cuda_graphs import FULL_ITERATION, LAYER_PARTS
-from op_graphs.stage_layout import parse_layout
 
 from .arguments import Arguments
+from .deepspeed_arguments import deepspeed_stage
 from .offload_arguments import offload_mapping
+from .recompute_arguments import recompute_rule
+from .stage_arguments import add_stages
 
 _FP8 = {
     "delayed": {"dtype": "fp8-tensorwise", "fp8_scaling": "delayed"},
@@ -42,11 +45,20 @@ _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 
 
 def parallel_mapping(arguments: Arguments, world_size: int | None) -> dict[str, Any]:
     """The ``parallel`` section; the data-parallel degree is what is left of ``world_size``."""
-    tp = arguments.count("tensor-model-parallel-size", 1) or 1
+    tp = (
+        arguments.count(
+            arguments.first_given(
+                "tensor-model-parallel-size", "model-parallel-size", "intra-layer-model-parallel-size"
+            ),
+            1,
+        )
+        or 1
+    )
     pp = arguments.count("pipeline-model-parallel-size", 1) or 1
     cp = arguments.count("context-parallel-size", 1) or 1
+    experts = _expert_plan(arguments, tp)
     block = tp * pp * cp
-    ranks = world_size or arguments.count("world-size") or block
+    ranks = world_size or arguments.count("world-size") or _fewest_ranks(tp * cp, pp, experts)
     if ranks % block:
         arguments.problems.append(
             f"tp * pp * cp = {tp} * {pp} * {cp} = {block} does not divide {ranks} GPUs; nearest: "
@@ -62,80 +74,67 @@ def parallel_mapping(arguments: Arguments, world_size: int | None) -> dict[str, 
         "dp": max(1, ranks // block),
         "zero": _zero(arguments),
         "order": "tp-cp-ep-pp-dp" if arguments.flag("use-tp-pp-dp-mapping") else "tp-cp-ep-dp-pp",
-        "first_stage_layers": arguments.count("decoder-first-pipeline-num-layers"),
-        "last_stage_layers": arguments.count("decoder-last-pipeline-num-layers"),
-        "layout": arguments.text("pipeline-model-parallel-layout") or None,
+        **experts,
     }
     instances = arguments.count("num-distributed-optimizer-instances", 1) or 1
     if instances > 1:
         plan["hsdp_shard"] = max(1, plan["dp"] * cp // instances)
-    if arguments.count("num-experts") is not None:
-        plan["ep"] = arguments.count("expert-model-parallel-size", 1)
-        plan["etp"] = arguments.count("expert-tensor-parallel-size", tp)
-        plan["ep_dispatcher"] = arguments.choice("moe-token-dispatcher-type", "allgather", _DISPATCHERS)
-        arguments.text("moe-flex-dispatcher-backend")
-    else:
-        for name in (
-            "expert-model-parallel-size",
-            "expert-tensor-parallel-size",
-            "moe-token-dispatcher-type",
-        ):
-            arguments.get(name)
-    plan["vpp"] = _chunks(arguments, plan)
+    add_stages(arguments, plan)
     return plan
+
+
+def _expert_plan(arguments: Arguments, tp: int) -> dict[str, Any]:
+    """How experts are spread; empty without them."""
+    if arguments.count("num-experts") is None:
+        return {}
+    old_name = arguments.flag("moe-enable-deepep")
+    backend = arguments.text("moe-flex-dispatcher-backend", "deepep")
+    dispatcher = arguments.choice("moe-token-dispatcher-type", "allgather", _DISPATCHERS)
+    if dispatcher == "deepep" and backend != "deepep" and not old_name:
+        arguments.assumed.append(f"--moe-flex-dispatcher-backend {backend}: priced as DeepEP")
+    name = arguments.first_given("expert-model-parallel-size", "moe-expert-parallel-size")
+    return {
+        "ep": arguments.count(name, 1) or 1,
+        "etp": arguments.count("expert-tensor-parallel-size", tp) or 1,
+        "ep_dispatcher": dispatcher,
+    }
+
+
+def _fewest_ranks(replica: int, pp: int, experts: Mapping[str, Any]) -> int:
+    """The least number of GPUs on which all groups of a stage are whole; ``replica`` is tp * cp."""
+    return math.lcm(replica, experts.get("ep", 1) * experts.get("etp", 1)) * pp
 
 
 def _zero(arguments: Arguments) -> int:
     sharded = arguments.flag("use-distributed-optimizer")
     if arguments.flag("use-torch-fsdp2"):
-        return 3
+        return 2 if arguments.flag("torch-fsdp2-no-reshard-after-forward") else 3
     strategy = arguments.text("data-parallel-sharding-strategy")
-    if arguments.flag("use-megatron-fsdp") or arguments.flag("use-custom-fsdp"):
-        arguments.text("outer-dp-sharding-strategy")
-        if not strategy:
-            arguments.problems.append(
-                "--use-megatron-fsdp: --data-parallel-sharding-strategy is missing, which says what is sharded"
+    if not (arguments.flag("use-megatron-fsdp") or arguments.flag("use-custom-fsdp")):
+        return deepspeed_stage(arguments) if arguments.flag("deepspeed") else int(sharded)
+    for name in ("outer-dp-sharding-strategy", "expert-outer-dp-sharding-strategy"):
+        outer = arguments.text(name, "no_shard")
+        if outer != "no_shard":
+            arguments.assumed.append(
+                f"--{name} {outer}: optimizer states are sharded inside a shard group only"
             )
-            return 3
-        return _SHARDING.get(strategy, 3)
-    return int(sharded)
-
-
-def _chunks(arguments: Arguments, plan: Mapping[str, Any]) -> int:
-    """Model chunks of a rank."""
-    layers, pp = arguments.count("num-layers", 1) or 1, int(plan["pp"])
-    stages = arguments.count("num-virtual-stages-per-pipeline-rank")
-    each = arguments.count("num-layers-per-virtual-pipeline-stage")
-    if plan["layout"]:
-        return _layout_chunks(arguments, plan)
-    if stages:
-        return stages
-    if not each or pp == 1:
-        return 1
-    uneven = [plan[name] for name in ("first_stage_layers", "last_stage_layers") if plan[name]]
-    held: int = (layers - sum(uneven)) // max(1, pp - len(uneven)) if uneven else layers // pp
-    if held % each:
-        arguments.refuse(
-            "num-layers-per-virtual-pipeline-stage", f"does not divide the {held} layers of a pipeline rank"
+    if not strategy:
+        arguments.problems.append(
+            "--use-megatron-fsdp: --data-parallel-sharding-strategy is missing, which says what is sharded "
+            "(its default was no_shard, and is optim_grads_params in newer versions)"
         )
-    return max(1, held // each)
-
-
-def _layout_chunks(arguments: Arguments, plan: Mapping[str, Any]) -> int:
-    try:
-        stages = len(parse_layout(plan["layout"]))
-    except ValueError as error:
-        arguments.refuse("pipeline-model-parallel-layout", str(error))
-        return 1
-    return max(1, stages // int(plan["pp"]))
+        return 3
+    if strategy not in _SHARDING:
+        arguments.refuse("data-parallel-sharding-strategy", f"must be one of {', '.join(_SHARDING)}")
+    return _SHARDING.get(strategy, 3)
 
 
 def training_mapping(arguments: Arguments, plan: Mapping[str, Any], default_backend: str) -> dict[str, Any]:
     """The ``training`` section."""
-    micro = arguments.required("micro-batch-size")
+    micro = arguments.required(arguments.first_given("micro-batch-size", "batch-size"))
     fusion = arguments.choice("cross-entropy-fusion-impl", "native", {"native": "native", "te": "te"})
     training: dict[str, Any] = {
-        "seq_len": arguments.required("seq-length"),
+        "seq_len": arguments.required(arguments.first_given("seq-length", "encoder-seq-length")),
         "micro_batch_size": micro,
         "global_batch_size": arguments.count("global-batch-size", micro * plan["dp"]),
         **_precision(arguments),
@@ -144,7 +143,7 @@ def training_mapping(arguments: Arguments, plan: Mapping[str, Any], default_back
             "adam",
             {"adam": "adam", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"},
         ),
-        "recompute": _recompute(arguments),
+        "recompute": recompute_rule(arguments),
         "cross_entropy_fusion": {"te": True, "native": "native"}[fusion]
         if arguments.flag("cross-entropy-loss-fusion")
         else False,
@@ -179,8 +178,10 @@ def uses_transformer_engine(arguments: Arguments) -> bool:
 def _attention(arguments: Arguments, default_backend: str) -> str:
     local = not uses_transformer_engine(arguments)
     stated = arguments.text("attention-backend")
-    flash = arguments.flag("use-flash-attn")
-    arguments.flag("no-masked-softmax-fusion")
+    version = arguments.count("flash-attention-version")
+    flash = any([arguments.flag("use-flash-attn"), arguments.flag("use-flash-attn-v2"), bool(version)])
+    if version == 2 and stated in ("", "auto", "flash"):
+        return "flash-2"
     if stated:
         return arguments.choice("attention-backend", "auto", _BACKENDS)
     if local and not flash:
@@ -192,11 +193,18 @@ def _attention(arguments: Arguments, default_backend: str) -> str:
 
 def _precision(arguments: Arguments) -> dict[str, Any]:
     half = "bf16" if arguments.flag("bf16") else "fp16" if arguments.flag("fp16") else "fp32"
-    in_fp32 = arguments.flag("accumulate-allreduce-grads-in-fp32")
-    # bf16 implies gradients in fp32; fp16 does not.
-    gradients = "bf16" if arguments.flag("grad-reduce-in-bf16") else "fp32"
+    in_fp32, in_bf16 = (
+        arguments.flag(name) for name in ("accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16")
+    )
+    # bf16 implies gradients in fp32, unless a precision-aware optimizer is to keep them in bf16; fp16 does not.
+    kept = arguments.text("main-grads-dtype") or arguments.text("megatron-fsdp-main-grads-dtype")
+    gradients = "bf16" if half == "bf16" and (in_bf16 or (kept == "bf16" and not in_fp32)) else "fp32"
     if half == "fp16" and not in_fp32:
         gradients = "fp16"
+    if arguments.text("megatron-fsdp-main-params-dtype", "fp32") not in ("fp32", "auto"):
+        arguments.refuse(
+            "megatron-fsdp-main-params-dtype", "master weights of Megatron-FSDP are simulated in fp32 only"
+        )
     precision: dict[str, Any] = {"dtype": half, "grad_reduce_dtype": gradients}
     fp8, recipe = (
         arguments.text("fp8-format") or arguments.text("fp8"),
@@ -220,29 +228,11 @@ def _optimizer_types(arguments: Arguments) -> dict[str, str]:
     words = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
     master = arguments.choice("main-params-dtype", "fp32", words)
     moments = {arguments.choice(name, "fp32", words) for name in ("exp-avg-dtype", "exp-avg-sq-dtype")}
-    arguments.text("main-grads-dtype")
     if len(moments) > 1:
         arguments.problems.append(
             "--exp-avg-dtype and --exp-avg-sq-dtype differ; only one type for both is simulated"
         )
     return {"master": master, "moments": moments.pop()}
-
-
-def _recompute(arguments: Arguments) -> str | dict[str, Any]:
-    granularity = arguments.text("recompute-granularity")
-    if arguments.flag("recompute-activations"):
-        granularity = granularity or "selective"
-    modules = arguments.words("recompute-modules")
-    method, layers = arguments.text("recompute-method"), arguments.count("recompute-num-layers")
-    if granularity == "full":
-        if not method or layers is None:
-            arguments.refuse("recompute-granularity", "needs --recompute-method and --recompute-num-layers")
-        return {"method": method or "uniform", "layers": layers or 1}
-    if granularity == "selective":
-        return {"modules": modules or ["core_attn"]}
-    if granularity:
-        arguments.refuse("recompute-granularity", "must be full or selective")
-    return "none"
 
 
 def _cuda_graphs(arguments: Arguments) -> str | list[str]:
@@ -251,6 +241,8 @@ def _cuda_graphs(arguments: Arguments) -> str | list[str]:
     stated = arguments.choice("cuda-graph-impl", "none", words)
     if arguments.flag("enable-cuda-graph"):
         stated = "local"
+    if arguments.flag("external-cuda-graph"):
+        stated = "transformer_engine"
     named = arguments.words("cuda-graph-modules") or arguments.words("cuda-graph-scope")
     for name in ("cuda-graph-warmup-steps", "cuda-graph-num-warmup-steps"):
         arguments.count(name)
@@ -283,8 +275,6 @@ def overlap_mapping(arguments: Arguments, plan: Mapping[str, Any]) -> dict[str, 
     """The ``overlap`` section."""
     bulk = arguments.flag("tp-comm-overlap")
     off = arguments.flag("no-overlap-p2p-communication")
-    arguments.flag("overlap-p2p-communication-warmup-flush")
-    arguments.flag("overlap-param-gather-with-optimizer-step")
     return {
         "grad_reduce": arguments.flag("overlap-grad-reduce"),
         "param_gather": arguments.flag("overlap-param-gather"),
@@ -295,9 +285,18 @@ def overlap_mapping(arguments: Arguments, plan: Mapping[str, Any]) -> dict[str, 
     }
 
 
+def _looks_for_nan(arguments: Arguments) -> bool:
+    """Whether losses and gradients are looked at for NaN: by default, but not beside a dynamic loss scale."""
+    off = arguments.flag("no-check-for-nan-in-loss-and-grad")
+    return not off and not (arguments.flag("fp16") and not arguments.given("loss-scale"))
+
+
 def libraries_mapping(arguments: Arguments, environment: Mapping[str, Any]) -> dict[str, Any]:
     """The ``libraries`` section: whose linears run, and the workspace that cuBLAS is given."""
-    found: dict[str, Any] = {"transformer_engine": uses_transformer_engine(arguments)}
+    found: dict[str, Any] = {
+        "transformer_engine": uses_transformer_engine(arguments),
+        "nan_checks": _looks_for_nan(arguments),
+    }
     if arguments.given("num-experts"):
         found["grouped_gemm"] = arguments.flag("moe-grouped-gemm")
         found["permute_fusion"] = arguments.flag("moe-permute-fusion")
