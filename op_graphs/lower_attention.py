@@ -244,7 +244,7 @@ def attention_backward(
         d_qkv = _joined_gradient(builder, context, saved.sizes, d_qkv, d_gate)
     linear = layer_linear(context, layer, "qkv")
     gradient = column_parallel_backward(builder, context, linear, normalized, d_qkv)
-    pointwise.input_gradients(builder, context, products=3)
+    pointwise.input_gradients(builder, context, "attention", products=3)
     return gradient
 
 
@@ -254,7 +254,7 @@ def _sinks(context: LoweringContext, layer: int) -> str:
 
 def _repeat_heads(builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes) -> Tensor | None:
     """Repeat keys and values for all heads, where that is done in memory; returns what they take more."""
-    if not context.libraries.eager or sizes.heads == sizes.kv_heads:
+    if not context.libraries.runs_eagerly("attention") or sizes.heads == sizes.kv_heads:
         return None
     more = _repeated_bytes(sizes)
     row = pointwise.repeat_heads(builder, context, sizes.kv_bytes, more)

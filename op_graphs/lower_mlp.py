@@ -94,7 +94,7 @@ def mlp_forward(
     if up is not None:
         builder.release(up, builder.last_row)
     activated: Tensor | None = None
-    if context.libraries.eager and context.model.gated:
+    if context.libraries.runs_eagerly("mlp") and context.model.gated:
         activated = builder.activation(
             "activated_gate", context.token_bytes(mlp.fc2.inputs), builder.last_row
         )
@@ -166,7 +166,7 @@ def mlp_backward(
             builder.release(tensor, row)
     d_fc1 = builder.temporary(f"{mlp.fc1.name}_gradient", first, row)
     gradient = column_parallel_backward(builder, context, mlp.fc1, normalized, d_fc1)
-    pointwise.input_gradients(builder, context, products=2 if context.model.gated else 1)
+    pointwise.input_gradients(builder, context, "mlp", products=2 if context.model.gated else 1)
     return gradient
 
 

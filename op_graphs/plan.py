@@ -81,6 +81,10 @@ CrossEntropy = Literal["unfused", "native", "te", "torch"]
 Transformer Engine's, which works in place on the logits, or PyTorch's own on logits in fp32, which does not."""
 
 
+EAGER_PARTS = ("norms", "positions", "attention", "mlp", "optimizer")
+"""What may be tensor operations that run one by one while the rest is fused (``libraries.eager``)."""
+
+
 @dataclass(frozen=True)
 class LibraryPlan:
     """Which libraries run a step, where it decides which kernels run or what they allocate for themselves."""
@@ -96,9 +100,12 @@ class LibraryPlan:
     router_fusion: bool = False
     """Whether scores and choice of experts are one kernel of Transformer Engine each way (``--moe-router-fusion``);
     else PyTorch's, one by one."""
-    eager: bool = False
+    eager: bool | tuple[str, ...] = False
     """Whether norms, positions, activations and the optimizer are tensor operations that run one by one, neither fused
-    by hand nor compiled (``op_graphs.pointwise``)."""
+    by hand nor compiled (``op_graphs.pointwise``); or which of them are (:data:`EAGER_PARTS`)."""
+    fp32_norm_inputs: bool = False
+    """Whether a fused norm reads a copy of its input in fp32, which a kernel makes before it, as models that write
+    ``norm(x.float())`` have it."""
     deterministic: bool = False
     """Whether only kernels with reproducible results may run (``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``), which on
     Blackwell leaves FlashAttention 2 in place of cuDNN's attention; its time is not told apart."""
@@ -110,6 +117,10 @@ class LibraryPlan:
     they are reduced, as Megatron-LM does since late 2024 (``--check-for-nan-in-loss-and-grad``, on by default)."""
     cublas_workspace_kib: int | None = None
     """What ``CUBLAS_WORKSPACE_CONFIG`` gives cuBLAS for each thread and stream; None is PyTorch's default."""
+
+    def runs_eagerly(self, part: str) -> bool:
+        """Whether a part of :data:`EAGER_PARTS` is tensor operations that run one by one."""
+        return self.eager if isinstance(self.eager, bool) else part in self.eager
 
 
 @dataclass(frozen=True)

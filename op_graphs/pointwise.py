@@ -2,7 +2,7 @@
 
 With ``libraries.eager`` norms, rotary positions and gated activations are written out in tensor operations, as in
 Meta's reference code of Llama that torchtitan and others train (``torchtitan/models/llama/model.py``), and nothing
-fuses them:
+fuses them. It may hold for some parts only (:data:`op_graphs.plan.EAGER_PARTS`):
 
 - RMSNorm: cast to fp32, square, mean, multiply by the reciprocal root, cast back, multiply by the weight; backward
   differentiates each of these. 36 bytes an element forward and 84 backward in 16-bit types, where a fused kernel
@@ -13,13 +13,16 @@ fuses them:
 - Keys and values of fewer heads than queries are repeated in memory in front of attention.
 - Optimizers run a kernel for each operation of their formula over all parameters (PyTorch's ``foreach``).
 
+A fused norm may read an fp32 copy of its input (``libraries.fp32_norm_inputs``): a cast in front of it, and one of the
+gradient behind its backward, 12 and 16 bytes an element in place of 4 and 6.
+
 Bytes are those of reading and writing each operand once; kernels of one sequence are one operation with as many passes.
 """
 
 from __future__ import annotations
 
 from .lowering_context import LoweringContext
-from .program import ProgramBuilder
+from .program import ProgramBuilder, Tensor
 from .vocabulary import OpKind
 
 _SINGLE = 4.0
@@ -28,21 +31,51 @@ _SINGLE = 4.0
 
 def runs_eagerly_norm(context: LoweringContext) -> bool:
     """Whether a norm is a sequence of kernels."""
-    return context.libraries.eager and context.model.norm == "rmsnorm"
+    return context.libraries.runs_eagerly("norms") and context.model.norm == "rmsnorm"
+
+
+def _copies_norm_input(context: LoweringContext) -> bool:
+    """Whether a fused norm reads a copy in fp32."""
+    return context.libraries.fp32_norm_inputs and not runs_eagerly_norm(context)
+
+
+def _cast(
+    builder: ProgramBuilder, context: LoweringContext, name: str, size: float, *, to_fp32: bool, passes: int
+) -> int:
+    """Cast ``size`` bytes of the training dtype to fp32, or as much fp32 back to it."""
+    single = size * _SINGLE / context.item
+    return builder.memory_bound(
+        name,
+        OpKind.CAST,
+        read=size if to_fp32 else single,
+        written=single if to_fp32 else size,
+        access="stream",
+        passes=passes,
+        dtype=context.dtype,
+    )
 
 
 def norm(builder: ProgramBuilder, context: LoweringContext, name: str, size: float, passes: int = 1) -> int:
     """A norm of ``size`` bytes in the training dtype; returns its row."""
     if not runs_eagerly_norm(context):
-        return builder.memory_bound(
+        copied, of_input = _copies_norm_input(context), size
+        copy: Tensor | None = None
+        if copied:
+            of_input = size * _SINGLE / context.item
+            row = _cast(builder, context, f"{name}_input_to_fp32", size, to_fp32=True, passes=passes)
+            copy = builder.temporary("norm_input_fp32", of_input, row)
+        row = builder.memory_bound(
             name,
             OpKind.NORM,
-            read=size,
+            read=of_input,
             written=size,
             access="reduction",
             passes=passes,
             dtype=context.dtype,
         )
+        if copy is not None:
+            builder.release(copy, row)
+        return row
     elements = size / context.item
     # Cast, square, mean, scale, cast back, weight.
     read = elements * (2 * context.item + 4 * _SINGLE)
@@ -56,8 +89,10 @@ def inside_norm_bytes(context: LoweringContext, size: float) -> float:
     """Bytes that a norm of ``size`` bytes keeps beside its input and output.
 
     Autograd keeps the input in fp32 and the scaled values in front of the weight; of the input itself nothing is kept,
-    whose bytes are taken off.
+    whose bytes are taken off. A fused norm of an fp32 copy keeps that copy alone.
     """
+    if _copies_norm_input(context):
+        return size * (_SINGLE / context.item - 1)
     return size * _SINGLE / context.item if runs_eagerly_norm(context) else 0.0
 
 
@@ -66,15 +101,22 @@ def norm_backward(
 ) -> int:
     """The backward of a norm of ``size`` bytes in the training dtype; returns its row."""
     if not runs_eagerly_norm(context):
-        return builder.memory_bound(
+        copied = _copies_norm_input(context)
+        of_input = size * _SINGLE / context.item if copied else size
+        row = builder.memory_bound(
             name,
             OpKind.NORM,
-            read=2 * size,
-            written=size,
+            read=of_input + size,
+            written=of_input,
             access="reduction",
             passes=passes,
             dtype=context.dtype,
         )
+        if copied:
+            gradient = builder.temporary("norm_input_gradient_fp32", of_input, row)
+            row = _cast(builder, context, f"{name}_cast", size, to_fp32=False, passes=passes)
+            builder.release(gradient, row)
+        return row
     elements = size / context.item
     # Weight (two products and a sum), cast, scale (two products and a sum), square (three), sum of both paths, cast.
     read = elements * (5 * context.item + 10 * _SINGLE)
@@ -92,7 +134,7 @@ def norm_backward(
 
 def rotary(builder: ProgramBuilder, context: LoweringContext, name: str, size: float) -> int:
     """Rotary positions of queries and keys of ``size`` bytes together, either direction; returns the row."""
-    if not context.libraries.eager:
+    if not context.libraries.runs_eagerly("positions"):
         return builder.memory_bound(
             name,
             OpKind.ELEMENTWISE,
@@ -113,7 +155,7 @@ def activation(
     builder: ProgramBuilder, context: LoweringContext, name: str, first: float, second: float
 ) -> int:
     """An activation that makes ``second`` bytes of ``first``, twice as many if it is gated; returns its row."""
-    eager = context.libraries.eager and first > second
+    eager = context.libraries.runs_eagerly("mlp") and first > second
     return builder.memory_bound(
         name,
         OpKind.ELEMENTWISE,
@@ -128,7 +170,7 @@ def activation_backward(
     builder: ProgramBuilder, context: LoweringContext, name: str, first: float, second: float
 ) -> int:
     """The backward of :func:`activation`; returns its row."""
-    eager = context.libraries.eager and first > second
+    eager = context.libraries.runs_eagerly("mlp") and first > second
     return builder.memory_bound(
         name,
         OpKind.ELEMENTWISE,
@@ -139,9 +181,9 @@ def activation_backward(
     )
 
 
-def input_gradients(builder: ProgramBuilder, context: LoweringContext, products: int) -> None:
-    """Sum the gradients that an input gets from ``products`` linears, where they are not fused into one."""
-    if not context.libraries.eager or products < 2:
+def input_gradients(builder: ProgramBuilder, context: LoweringContext, part: str, products: int) -> None:
+    """Sum the gradients that an input gets from ``products`` linears of a part, where they are not fused into one."""
+    if not context.libraries.runs_eagerly(part) or products < 2:
         return
     size = (products - 1) * context.token_bytes()
     builder.memory_bound(

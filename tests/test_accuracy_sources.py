@@ -314,6 +314,31 @@ def test_what_is_compiled_is_fused(tmp_path):
     assert not expressed({**TITAN, "technique": "compile+float8"}, tmp_path).scenario.libraries.eager
 
 
+INTERNEVO = {
+    "gpu": "A100-80GB-SXM",
+    "mbs": 2,
+    "metrics": {"tokens_per_s_per_gpu": 4000},
+    "model": {"name": "InternLM 7B", "seq": 2048},
+    "num_gpus": 256,
+    "num_microbatches": 4,
+    "parallel": {"tp": 1, "zero1_group": -1},
+    "precision": "bf16",
+    "recompute": "none",
+    "source": "internevo",
+}
+
+
+@pytest.mark.parametrize(
+    ("recompute", "mode", "modules"), [("none", "selective", ("layernorm",)), ("full", "full", ())]
+)
+def test_a_run_of_internevo_as_its_source_has_it(recompute, mode, modules, tmp_path):
+    """Norms of fp32 copies that run again, an MLP written out, PyTorch's AdamW; the rest is fused."""
+    scenario = expressed({**INTERNEVO, "recompute": recompute}, tmp_path).scenario
+    assert scenario.libraries.eager == ("mlp", "optimizer")
+    assert scenario.libraries.fp32_norm_inputs
+    assert (scenario.training.recompute.mode, scenario.training.recompute.modules) == (mode, modules)
+
+
 @pytest.mark.parametrize(("fsdp", "cp", "shard"), [(4, 2, None), (2, 4, None), (2, 2, 4), (8, 1, None)])
 def test_torchtitan_shards_over_the_ranks_of_context_parallelism_too(fsdp, cp, shard, tmp_path):
     row = {

@@ -11,8 +11,9 @@ from op_graphs.graph import OpGraph
 from op_graphs.vocabulary import MemoryCategory, OpKind
 from tests.dense_scenarios import dense_mapping
 from tests.test_lowering import assert_nothing_leaks, lowered, saved_bytes
+from tracesim.errors import ScenarioError
 from tracesim.lowering import lower_scenario
-from tracesim.scenario import load_scenario
+from tracesim.scenario import load_scenario, scenario_to_mapping
 
 EAGER: dict[str, Any] = {"libraries__eager": True}
 
@@ -193,3 +194,81 @@ def test_gradients_of_a_pipeline_wait_in_the_type_of_their_reduction():
         sizes[dtype] = int(graph.buffers.size[rows].sum())
     # Four bytes a sharded element over two ranks, and all elements in four bytes or two.
     assert sizes["fp32"] / sizes["bf16"] == pytest.approx((2 + 4) / (2 + 2), rel=1e-3)
+
+
+NORMS = ("input_layernorm", "input_layernorm_backward", "final_norm_backward")
+
+
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [
+        ("norms", set(NORMS)),
+        ("positions", {"rotary", "rotary_backward"}),
+        ("attention", {"repeated_heads", "input_gradient_sum"}),
+        ("mlp", {"swiglu", "swiglu_backward", "input_gradient_sum"}),
+        ("optimizer", {"adam"}),
+    ],
+)
+def test_one_part_runs_eagerly_and_the_others_do_not(part, changed):
+    _, fused = lowered(model__kv_heads=2)
+    _, eager = lowered(model__kv_heads=2, libraries__eager=[part])
+    watched = {*NORMS, "rotary", "rotary_backward", "swiglu", "swiglu_backward", "adam"}
+    differing = {name for name in watched if traffic(fused, name) != traffic(eager, name)}
+    assert differing | (names(eager) - names(fused)) - {"repeated_heads_backward"} == changed
+    assert_nothing_leaks(eager)
+
+
+def test_all_parts_are_what_true_says():
+    _, parts = lowered(libraries__eager=["optimizer", "mlp", "attention", "positions", "norms"])
+    _, whole = lowered(**EAGER)
+    assert [_name(parts, row) for row in range(len(parts.operations))] == [
+        _name(whole, row) for row in range(len(whole.operations))
+    ]
+    assert np.array_equal(parts.operations.bytes_read, whole.operations.bytes_read)
+
+
+@pytest.mark.parametrize("value", [[], ["mlp", "mlp"], ["loss"], "mlp", 1])
+def test_other_parts_are_refused(value):
+    with pytest.raises(
+        ScenarioError, match=r"libraries.eager.*must be true, false or a list of norms, positions"
+    ):
+        load_scenario(dense_mapping(libraries={"eager": value}))
+
+
+def test_a_list_of_parts_survives_writing_a_scenario():
+    scenario = load_scenario(
+        dense_mapping(libraries={"eager": ["mlp", "optimizer"], "fp32_norm_inputs": True})
+    )
+    assert scenario.libraries.eager == ("mlp", "optimizer")
+    assert load_scenario(scenario_to_mapping(scenario)) == scenario
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_a_norm_of_an_fp32_copy(kind):
+    """Forward: cast 6 bytes an element, norm 4 read and 2 written. Backward: 4 + 2 read, 4 written, cast back 6."""
+    scenario, graph = lowered(model__norm=kind, libraries__fp32_norm_inputs=True)
+    _, plain = lowered(model__norm=kind)
+    tokens = scenario.training.micro_batch_size * scenario.training.seq_len
+    hidden = tokens * scenario.model.hidden_size
+    for name in ("input_layernorm", "final_norm"):
+        assert traffic(graph, f"{name}_input_to_fp32") == traffic(graph, name) == 6 * hidden
+        assert traffic(graph, f"{name}_backward") == 10 * hidden
+        assert traffic(graph, f"{name}_backward_cast") == 6 * hidden
+    assert_nothing_leaks(graph)
+    for layer in range(scenario.model.layers):
+        # The copy is kept in place of the input, of half its size.
+        more = saved_bytes(graph, layer) - saved_bytes(plain, layer)
+        assert more == 2 * 2 * hidden * scenario.training.num_microbatches
+
+
+def test_eager_norms_cast_anyway():
+    _, eager = lowered(**EAGER)
+    _, both = lowered(libraries__fp32_norm_inputs=True, **EAGER)
+    assert names(eager) == names(both)
+
+
+@pytest.mark.parametrize("recompute", ["full", {"modules": ["layernorm"]}, {"keep": "products"}])
+@pytest.mark.parametrize("parallel", [{}, {"tp": 4, "sp": True}, {"dp": 2, "zero": 3}])
+def test_fp32_copies_go_with_recompute(recompute, parallel):
+    _, graph = lowered(parallel=parallel, training__recompute=recompute, libraries__fp32_norm_inputs=True)
+    assert_nothing_leaks(graph)

@@ -172,7 +172,7 @@ def _build(raw: Mapping[str, Any], folder: Path, stem: str | None, problems: Pro
         overlap=OverlapPlan(**sections["overlap"]),
         dtype=dtype,
         fp8_scaling=sections["training"]["fp8_scaling"],
-        libraries=LibraryPlan(**sections["libraries"]),
+        libraries=_libraries(sections["libraries"]),
     )
     check_combinations(draft, problems)
     name = _name(raw.get("name"), stem, draft, problems)
@@ -180,6 +180,11 @@ def _build(raw: Mapping[str, Any], folder: Path, stem: str | None, problems: Pro
         return None
     plans = draft.training, draft.schedule, draft.overlap, draft.libraries
     return Scenario(name, model, hardware, parallel, *plans)
+
+
+def _libraries(values: Mapping[str, Any]) -> LibraryPlan:
+    eager = values["eager"]
+    return LibraryPlan(**{**values, "eager": eager if isinstance(eager, bool) else tuple(eager)})
 
 
 def _training(

@@ -16,6 +16,7 @@ from op_graphs.dispatchers import DISPATCHERS
 from op_graphs.optimizers import OPTIMIZERS
 from op_graphs.overlap.registry import OVERLAP_POINTS
 from op_graphs.plan import (
+    EAGER_PARTS,
     CrossEntropy,
     LibraryPlan,
     OverlapPlan,
@@ -103,6 +104,15 @@ def _is_count(value: object, limit: int) -> bool:
 
 def _is_level(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 3
+
+
+def _is_choice_list(value: object, choices: tuple[str, ...]) -> bool:
+    """Whether a value is a list of one or more different choices."""
+    return (
+        isinstance(value, (list, tuple))
+        and 0 < len(value) == len({str(item) for item in value})
+        and all(item in choices for item in value)
+    )
 
 
 def _is_text(value: object) -> bool:
@@ -206,7 +216,13 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "grouped_gemm": _flag(_LIBRARIES.grouped_gemm),
         "permute_fusion": _flag(_LIBRARIES.permute_fusion),
         "router_fusion": _flag(_LIBRARIES.router_fusion),
-        "eager": _flag(_LIBRARIES.eager),
+        "eager": FieldRule(
+            f"must be true, false or a list of {', '.join(EAGER_PARTS)}",
+            lambda value: isinstance(value, bool) or _is_choice_list(value, EAGER_PARTS),
+            _LIBRARIES.eager,
+            EAGER_PARTS,
+        ),
+        "fp32_norm_inputs": _flag(_LIBRARIES.fp32_norm_inputs),
         "deterministic": _flag(_LIBRARIES.deterministic),
         "batch_fetch_waits": _flag(_LIBRARIES.batch_fetch_waits),
         "nan_checks": _flag(_LIBRARIES.nan_checks),

@@ -51,8 +51,12 @@ class SourceSettings:
     loss_compiled_in: tuple[str, ...] = ()
     """Tables, by their beginning, whose compiled runs compile the loss as well."""
     transformer_engine: bool = True
-    eager: bool = False
-    """Whether pointwise operations are neither fused nor, where a row does not say so, compiled."""
+    eager: bool | tuple[str, ...] = False
+    """Whether pointwise operations are neither fused nor, where a row does not say so, compiled; or which of them."""
+    fp32_norm_inputs: bool = False
+    """Whether norms read fp32 copies of their inputs."""
+    norms_run_again: bool = False
+    """Whether norms run again in the backward of runs that recompute nothing else."""
     flat_parameters: bool = False
     """Whether ZeRO-3 is PyTorch's first FSDP, with a flat parameter a unit."""
     shards_over_context: bool = False
@@ -175,8 +179,11 @@ SETTINGS: dict[str, SourceSettings] = {
     ),
     # InternEvo: configs/7B_sft.py has flash attention, overlap_sync_grad on, overlap_sync_param off, bf16, and tensor
     # parallelism without sequence parallelism (mode mtp). The page came to InternLM's repository in July 2023, whose
-    # doc/en/install.md has FlashAttention 1.0.5; a node of its cluster has four NICs of 100 Gb/s. Gradients are
-    # autograd's, added to a parameter's in bf16.
+    # doc/en/install.md has FlashAttention 1.0.5; it names apex too. A node of its cluster has four NICs of 100 Gb/s.
+    # Gradients are autograd's, added to a parameter's in bf16. Its layer (internlm/model/modeling_internlm.py) gives
+    # apex's RMSNorm residual.float(), and runs both norms again in backward unless the whole layer does
+    # (dropout_selective_checkpoint); gate and up are linears of their own, behind them F.silu and a product
+    # (internlm/model/linear.py); the optimizer is torch.optim.AdamW on fp32 slices.
     "internevo": SourceSettings(
         dtype="bf16",
         grad_reduce_dtype="bf16",
@@ -184,6 +191,9 @@ SETTINGS: dict[str, SourceSettings] = {
         attention="flash-1",
         transformer_engine=False,
         gradient_accumulation_fusion=False,
+        eager=("mlp", "optimizer"),
+        fp32_norm_inputs=True,
+        norms_run_again=True,
         fabric_by_gpu={"a100": 6.25},
         schedule="1f1b",
         overlap={"grad_reduce": True, "param_gather": False, "p2p": False},

@@ -133,7 +133,8 @@ def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
         "overlap": _overlap(row, parallel, settings),
         "libraries": {
             "transformer_engine": settings.transformer_engine,
-            "eager": settings.eager and "compile" not in text_at(row, "technique"),
+            "eager": False if "compile" in text_at(row, "technique") else settings.eager,
+            "fp32_norm_inputs": settings.fp32_norm_inputs,
             "batch_fetch_waits": settings.batch_fetch_waits,
         },
     }
@@ -301,7 +302,7 @@ def _training(
         "micro_batch_size": count_at(row, "mbs", "local_batch"),
         **_precision(_precision_text(row), settings),
         "grad_reduce_dtype": settings.grad_reduce_dtype,
-        "recompute": _recompute(row, settings),
+        "recompute": _with_norms(_recompute(row, settings), settings),
         "attention": attention,
         "cross_entropy_fusion": _loss(row, settings),
         "gradient_accumulation_fusion": settings.gradient_accumulation_fusion,
@@ -406,6 +407,11 @@ _TORCHTITAN: dict[str, dict[str, Any]] = {
 }
 """torchtitan's kinds of activation checkpointing; its configurations recompute every second layer. Its policy by
 operators keeps every second matrix product (``_save_list`` of torchtitan/parallelisms/parallelize_llama.py)."""
+
+
+def _with_norms(recompute: str | dict[str, Any], settings: SourceSettings) -> str | dict[str, Any]:
+    """Nothing but the norms runs again where a framework does so without being asked."""
+    return {"modules": ["layernorm"]} if settings.norms_run_again and recompute == "none" else recompute
 
 
 def _recompute(row: Mapping[str, Any], settings: SourceSettings) -> str | dict[str, Any]:

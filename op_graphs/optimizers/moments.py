@@ -14,7 +14,7 @@ def emit_fused_update(builder: ProgramBuilder, shard: OptimizerShard, name: str,
     ``libraries.eager`` each operation of the formula is such a kernel.
     """
     elements = shard.elements
-    if shard.context.libraries.eager:
+    if shard.context.libraries.runs_eagerly("optimizer"):
         _emit_foreach_update(builder, shard, name, moments)
         return
     states = (FP32_BYTES + moments * shard.moment_bytes) * elements
