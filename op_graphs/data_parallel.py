@@ -6,13 +6,14 @@ reduce-scattered after every microbatch (Rajbhandari et al. 2020, "ZeRO", sectio
 one layer, is gathered before it runs and dropped behind it (PyTorch FSDP2, ``torch.distributed.fsdp.fully_shard``);
 with pipeline parallelism gradients are reduced at the end of the step, and units stay gathered over it, as torchtitan
 does, unless ``reshard`` says otherwise.
-``hsdp_shard`` shards over groups of that many ranks and replicates across them.
+``hsdp_shard`` shards over groups of that many ranks and replicates across them. With ``whole_tensors`` the states of a
+tensor lie on one rank of ZeRO 1 (:mod:`.whole_tensors`), and the represented rank is the fullest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -27,6 +28,7 @@ from .plan import OptimizerDTypes
 from .precision import quantized_elements
 from .program import ProgramBuilder
 from .vocabulary import Communication, Dimension, DType, MemoryCategory, OpKind, Phase
+from .whole_tensors import tensors_by_rank
 
 _ALIGNMENT, _END_ALIGNMENT = 64, 128
 """Elements to which Megatron-Core aligns parameters in their buffer, and its end."""
@@ -80,6 +82,11 @@ class DataParallelism:
     def reduces_every_microbatch(self) -> bool:
         """Whether gradients leave the rank after every microbatch; pipelines accumulate them."""
         return self.zero == 2 or (self.zero == 3 and self.context.parallel.pp == 1)
+
+    @property
+    def whole_tensors(self) -> bool:
+        """Whether the states of a tensor lie whole on one rank."""
+        return self.zero == 1 and self.context.parallel.whole_tensors
 
     @property
     def accumulates_main_gradients(self) -> bool:
@@ -199,7 +206,7 @@ class DataParallelism:
             return [t.elements / ranks[Dimension.EDP if t.is_expert else Dimension.DP] for t in tensors]
         if self.zero == 0 or (category is MemoryCategory.WEIGHTS and self.zero < 3):
             return [float(tensor.elements) for tensor in tensors]
-        if self.zero >= 2:
+        if self.zero >= 2 or self.whole_tensors:
             return [part.elements for part in self.optimizer_shard(tensors).parts]
         return [
             float(elements)
@@ -230,12 +237,27 @@ class DataParallelism:
     def optimizer_shard(self, tensors: list[ParameterTensor]) -> OptimizerShard:
         """What this rank's optimizer updates, and how."""
         ranks = {dimension: self.shard_size(dimension) for dimension in (Dimension.DP, Dimension.EDP)}
-        parts = (
+        parts: Iterable[Part] = (
             Part(tensor, ranks[Dimension.EDP if tensor.is_expert else Dimension.DP])
             for tensor in trained(tensors)
         )
+        if self.whole_tensors:
+            parts = (Part(tensor, 1) for owned in self.owners(tensors).values() for tensor in owned[0])
         dtype = DType.FP32 if self.copies_gradients else self.context.gradient_dtype
         return OptimizerShard(self.context, tuple(parts), dtype, self.shard_group)
+
+    def owners(self, tensors: list[ParameterTensor]) -> dict[Dimension, list[list[ParameterTensor]]]:
+        """Trained tensors of each dimension by the rank that holds their states whole, the fullest rank first."""
+        learned = trained(tensors)
+        by_dimension = {
+            Dimension.DP: [tensor for tensor in learned if not tensor.is_expert],
+            Dimension.EDP: [tensor for tensor in learned if tensor.is_expert],
+        }
+        return {
+            dimension: tensors_by_rank(members, self.shard_size(dimension))
+            for dimension, members in by_dimension.items()
+            if members
+        }
 
     @property
     def copies_gradients(self) -> bool:
@@ -292,7 +314,7 @@ class DataParallelism:
             dtype=context.gradient_dtype,
             phase=Phase.GRADIENT_SYNC,
         )
-        shard = self.shard_size(bucket.dimension)
+        shard = 1 if self.whole_tensors else self.shard_size(bucket.dimension)
         if shard > 1:
             row = self._collective(
                 builder, "gradient_reduce_scatter", Communication.REDUCE_SCATTER, size, bucket, row
@@ -316,6 +338,8 @@ class DataParallelism:
     ) -> int:
         scatters = communication is Communication.REDUCE_SCATTER
         group = self.shard_group(bucket.dimension) if scatters else self.replica_group(bucket.dimension)
+        if self.whole_tensors:
+            group = self.context.group(bucket.dimension)
         return builder.collective(
             name,
             communication,
@@ -345,6 +369,27 @@ class DataParallelism:
         )
         builder.layer, builder.module = layer, module
         return row
+
+    def emit_broadcasts(self, builder: ProgramBuilder, tensors: list[ParameterTensor]) -> None:
+        """Send updated weights from the ranks that own them to the others, one owner after the other."""
+        layer, module = builder.layer, builder.module
+        builder.layer, builder.module = -1, "data_parallel"
+        for dimension, owners in self.owners(tensors).items():
+            if self.shard_size(dimension) == 1:
+                continue
+            for owned in owners:
+                bucket = Bucket(dimension, elements_of(owned), (), quantized_elements(owned))
+                builder.collective(
+                    "parameter_broadcast",
+                    Communication.BROADCAST,
+                    self.gathered_bytes(bucket),
+                    dimension,
+                    self.shard_group(dimension),
+                    after=None,
+                    phase=Phase.PARAM_SYNC,
+                    dtype=self.context.dtype,
+                )
+        builder.layer, builder.module = layer, module
 
     def gathered_bytes(self, bucket: Bucket) -> float:
         """Bytes of the weights of a bucket as they are gathered."""

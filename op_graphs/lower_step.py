@@ -20,6 +20,7 @@ from .lower_vision import image_token_bytes
 from .lowering_context import LoweringContext
 from .offload_optimizer import emit_gradient_copies, emit_host_updates, host_state_bytes, split_shard
 from .optimizers import OPTIMIZERS
+from .optimizers.shard import Part
 from .overlap.registry import GRADIENTS, PARAMETERS
 from .parameters import ParameterTensor, elements_of
 from .precision import is_quantized
@@ -108,7 +109,9 @@ def _after(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> Program
     _reduce_replicated_gradients(builder, context, chunks)
     _optimizer_step(builder, context, chunks)
     gathers_later = not PARAMETERS.chosen(context.overlap.param_gather).in_forward
-    if rules.zero >= 1 and not rules.gathers_by_unit and gathers_later:
+    if rules.whole_tensors:
+        rules.emit_broadcasts(builder, _parameters(chunks))
+    elif rules.zero >= 1 and not rules.gathers_by_unit and gathers_later:
         for chunk in chunks:
             # One collective for each kind of parameter; nothing is there to be hidden by finer buckets.
             for bucket in filter(
@@ -225,7 +228,7 @@ def _optimizer_step(
         OPTIMIZERS[context.training.optimizer].emit_step(builder, split.device)
         # A master of two bytes is the rest of the model's weight, which the update writes itself.
         if context.dtype is not DType.FP32 and context.training.optimizer_dtypes.master is DType.FP32:
-            _copy_to_model(builder, context, rules, [part.tensor for part in split.device.parts])
+            _copy_to_model(builder, context, split.device.parts)
     if copied:
         emit_host_updates(builder, copied, 4.0 if rules.zero == 3 else context.item)
     if copy is not None:
@@ -236,14 +239,13 @@ def _optimizer_step(
 def _copy_to_model(
     builder: ProgramBuilder,
     context: LoweringContext,
-    rules: DataParallelism,
-    parameters: list[ParameterTensor],
+    parts: Sequence[Part],
 ) -> None:
     """Master weights to the weights of the model, in the type in which they are gathered."""
-    elements, written, recipe = rules.sharded_elements(parameters), 0.0, context.recipe
+    elements, recipe = sum(part.elements for part in parts), context.recipe
     written = context.item * elements
     if recipe is not None and context.training.fp8_param_gather:
-        quantized = rules.sharded_elements([tensor for tensor in parameters if is_quantized(tensor)])
+        quantized = sum(part.elements for part in parts if is_quantized(part.tensor))
         written -= (context.item - recipe.gathered_weight_bytes) * quantized
         if recipe.amax_kernel and recipe.gathered_weight_bytes < context.item:
             builder.memory_bound(

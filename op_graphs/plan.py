@@ -269,6 +269,9 @@ class ParallelPlan:
     """With ``zero: 3``, whether a unit is one flat parameter (PyTorch FSDP of the first generation, DeepSpeed), into
     which a gather writes directly; else each parameter is sharded by itself (FSDP2), so that what is gathered is copied
     apart, and gradients are copied together."""
+    whole_tensors: bool = False
+    """With ``zero: 1``, whether the states of a tensor lie whole on one rank (Colossal-AI, InternEvo), which broadcasts
+    it behind its update; else ranks have equal slices of one buffer (Megatron-Core, DeepSpeed)."""
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     layout: str | None = None

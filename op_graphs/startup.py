@@ -99,7 +99,7 @@ def startups(
 
 def _ranks_with_own_shards(context: LoweringContext) -> list[int]:
     rules = DataParallelism(context)
-    if rules.zero != 1:
+    if rules.zero != 1 or rules.whole_tensors:
         return [context.rank]
     members = context.parallel.group_ranks(Dimension.DP, context.rank)[: rules.shard_size(Dimension.DP)]
     count = min(len(members), MOST_RANKS)

@@ -332,10 +332,12 @@ INTERNEVO = {
     ("recompute", "mode", "modules"), [("none", "selective", ("layernorm",)), ("full", "full", ())]
 )
 def test_a_run_of_internevo_as_its_source_has_it(recompute, mode, modules, tmp_path):
-    """Norms of fp32 copies that run again, an MLP written out, PyTorch's AdamW; the rest is fused."""
+    """Norms of fp32 copies that run again, an MLP written out, PyTorch's AdamW on whole tensors; the rest is fused."""
     scenario = expressed({**INTERNEVO, "recompute": recompute}, tmp_path).scenario
     assert scenario.libraries.eager == ("mlp", "optimizer")
     assert scenario.libraries.fp32_norm_inputs
+    assert (scenario.parallel.zero, scenario.parallel.whole_tensors) == (1, True)
+    assert scenario.overlap.contention
     assert (scenario.training.recompute.mode, scenario.training.recompute.modules) == (mode, modules)
 
 

@@ -10,8 +10,9 @@ import math
 
 from op_graphs.context_parallel.switched import a2a_degree
 from op_graphs.model import MixtureOfExperts, ModelDescription
+from op_graphs.overlap.registry import PARAMETERS
 from op_graphs.parameters_checks import mixers_of
-from op_graphs.plan import LibraryPlan, ParallelPlan, TrainingPlan
+from op_graphs.plan import LibraryPlan, OverlapPlan, ParallelPlan, TrainingPlan
 from op_graphs.recompute import INSIDE, KEEP_RULES, MODULE_RULES
 
 from .scenario_fields import Problems
@@ -253,6 +254,25 @@ def check_sharding(parallel: ParallelPlan, problems: Problems) -> None:
             "parallel.hsdp_shard",
             shard,
             f"does not divide the dp * cp = {ranks} data-parallel ranks; nearest: {nearest}",
+        )
+
+
+def check_whole_tensors(parallel: ParallelPlan, overlap: OverlapPlan, problems: Problems) -> None:
+    """Note where tensors cannot lie whole on the ranks that update them."""
+    path = "parallel.whole_tensors"
+    if not parallel.whole_tensors or not problems.sound(path, "parallel.zero", "overlap.param_gather"):
+        return
+    if parallel.zero != 1:
+        problems.add(
+            path,
+            True,
+            f"spreads the states of zero: 1, and zero is {parallel.zero}; leave it out, or set zero: 1",
+        )
+    elif PARAMETERS.chosen(overlap.param_gather).in_forward:
+        problems.add(
+            "overlap.param_gather",
+            overlap.param_gather,
+            "gathers buckets in the forward pass, but whole tensors are broadcast behind the step; set it to false",
         )
 
 

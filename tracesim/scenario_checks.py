@@ -30,6 +30,7 @@ from .parallel_checks import (
     check_permutation,
     check_recompute,
     check_sharding,
+    check_whole_tensors,
 )
 from .precision_fields import check_precision
 from .scenario_fields import Problems, show_value
@@ -76,6 +77,7 @@ def check_combinations(draft: Draft, problems: Problems) -> None:
         check_imbalance(draft.model, draft.training, problems)
         check_vision(draft.model, draft.parallel, draft.training, problems)
     check_sharding(draft.parallel, problems)
+    check_whole_tensors(draft.parallel, draft.overlap, problems)
     check_lora(draft.model, draft.parallel, draft.training, problems)
     _check_sequence(draft, problems)
     _check_chunks(draft, problems)

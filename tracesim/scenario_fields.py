@@ -148,6 +148,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
             _PARALLEL.prefetch,
         ),
         "flat_parameters": _flag(_PARALLEL.flat_parameters),
+        "whole_tensors": _flag(_PARALLEL.whole_tensors),
         "first_stage_layers": _optional_count(),
         "last_stage_layers": _optional_count(),
         "layout": FieldRule(

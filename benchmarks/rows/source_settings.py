@@ -59,6 +59,8 @@ class SourceSettings:
     """Whether norms run again in the backward of runs that recompute nothing else."""
     flat_parameters: bool = False
     """Whether ZeRO-3 is PyTorch's first FSDP, with a flat parameter a unit."""
+    whole_tensors: bool = False
+    """Whether the states of a tensor lie whole on one rank with ZeRO-1."""
     shards_over_context: bool = False
     """Whether the degree of FSDP in rows leaves out the ranks of context parallelism, over which it shards as well."""
     shape_from_size: bool = False
@@ -183,7 +185,10 @@ SETTINGS: dict[str, SourceSettings] = {
     # Gradients are autograd's, added to a parameter's in bf16. Its layer (internlm/model/modeling_internlm.py) gives
     # apex's RMSNorm residual.float(), and runs both norms again in backward unless the whole layer does
     # (dropout_selective_checkpoint); gate and up are linears of their own, behind them F.silu and a product
-    # (internlm/model/linear.py); the optimizer is torch.optim.AdamW on fp32 slices.
+    # (internlm/model/linear.py); the optimizer is torch.optim.AdamW on fp32 copies of the tensors that a rank owns
+    # whole, gradients are reduced to all ranks, and owners broadcast what they updated
+    # (internlm/solver/optimizer/hybrid_zero_optim.py). Over four NICs a node the gradients' reduction lasts as long as
+    # the backward pass it runs beside, from which it takes SMs.
     "internevo": SourceSettings(
         dtype="bf16",
         grad_reduce_dtype="bf16",
@@ -194,9 +199,10 @@ SETTINGS: dict[str, SourceSettings] = {
         eager=("mlp", "optimizer"),
         fp32_norm_inputs=True,
         norms_run_again=True,
+        whole_tensors=True,
         fabric_by_gpu={"a100": 6.25},
         schedule="1f1b",
-        overlap={"grad_reduce": True, "param_gather": False, "p2p": False},
+        overlap={"grad_reduce": True, "param_gather": False, "p2p": False, "contention": True},
     ),
     # arXiv:2401.10241: Megatron-LM fork, no recompute, one layer less on the first and on the last stage; its
     # examples/pretrain_zero_bubble.sh has fp16 and no overlapped point-to-point transfers. It asks for flash attention

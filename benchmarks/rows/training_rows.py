@@ -222,7 +222,12 @@ def _parallel(row: Mapping[str, Any], settings: SourceSettings) -> dict[str, Any
     if settings.shards_over_context and sharding.get("hsdp_shard") is not None:
         shard = sharding["hsdp_shard"] * degrees["cp"]
         sharding["hsdp_shard"] = shard if shard < dp * degrees["cp"] else None
-    return {**plan, **sharding, "flat_parameters": settings.flat_parameters and sharding["zero"] == 3}
+    return {
+        **plan,
+        **sharding,
+        "flat_parameters": settings.flat_parameters and sharding["zero"] == 3,
+        "whole_tensors": settings.whole_tensors and sharding["zero"] == 1,
+    }
 
 
 def _gpus(row: Mapping[str, Any], stated: Mapping[str, Any]) -> int:
