@@ -42,14 +42,24 @@ def adapters_forward(
     context: LoweringContext,
     linear: Linear,
     adapters: Sequence[Adapter],
+    *,
+    kept_only: bool = False,
 ) -> None:
-    """Emit the adapters of a linear behind its forward, each with the sum with its output."""
+    """Emit the adapters of a linear behind its forward, each with the sum with its output.
+
+    ``kept_only`` stops where the input of ``linear_out`` is there.
+    """
     for adapter in adapters:
-        _adapter_forward(builder, context, linear, adapter)
+        _adapter_forward(builder, context, linear, adapter, kept_only=kept_only)
 
 
 def _adapter_forward(
-    builder: ProgramBuilder, context: LoweringContext, linear: Linear, adapter: Adapter
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    linear: Linear,
+    adapter: Adapter,
+    *,
+    kept_only: bool,
 ) -> None:
     lora = context.training.lora
     assert lora is not None
@@ -74,6 +84,9 @@ def _adapter_forward(
     builder.memory_bound(
         f"{name}_scale", OpKind.ELEMENTWISE, read=low_bytes, written=low_bytes, dtype=context.dtype
     )
+    if kept_only and (lora.dropout == 0 or drops_input(context)):
+        _keep(builder, f"{path}.{_LOW}", low, builder.last_row)
+        return
     row = forward_gemm(builder, context, high_linear)
     _keep(builder, f"{path}.{_LOW}", low, row)
     outputs = context.token_bytes(adapter.high_outputs)

@@ -6,7 +6,7 @@ experts, so the second GEMM's output is not kept. Shared experts run as one dens
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .cuda_graphs import captures_experts, captures_router
 from .dispatchers import DISPATCHERS, Dispatcher, RoutedSizes, kept_bytes
@@ -91,12 +91,17 @@ def experts_forward(
     expert_input = _with_padding(builder, context, sizes, expert_input, "expert_pad")
     builder.promote(expert_input, "expert_input")
     saved_inner, output = _expert_linears_forward(builder, context, layer, sizes, expert_input)
-    output = _without_padding(builder, context, sizes, output, "expert_unpad")
-    combined = dispatcher.combine(builder, context, sizes, output, "combine")
-    for tensor in routing:
-        builder.forget_unless_kept(tensor, builder.last_row)
-    latent_output, combined = out_of_latent(builder, context, layer, combined)
-    if shared_output is not None:
+    latent_output: Tensor | None = None
+    combined = output
+    if not context.ends_early or latent is not None:
+        output = _without_padding(builder, context, sizes, output, "expert_unpad")
+        combined = dispatcher.combine(builder, context, sizes, output, "combine")
+        for tensor in routing:
+            builder.forget_unless_kept(tensor, builder.last_row)
+        latent_output, combined = out_of_latent(builder, context, layer, combined)
+    if shared_output is not None and context.ends_early:
+        builder.release(shared_output, builder.last_row)
+    elif shared_output is not None:
         size = context.hidden_bytes
         row = builder.memory_bound(
             "shared_expert_add", OpKind.ELEMENTWISE, read=2 * size, written=size, dtype=context.dtype
@@ -135,7 +140,7 @@ def _shared_forward(
     builder: ProgramBuilder, context: LoweringContext, layer: int, normalized: Tensor, *, keep_copy: bool
 ) -> tuple[MlpSaved, Tensor]:
     module, builder.module = builder.module, "mlp.shared_experts"
-    mlp = Mlp.shared(context, layer)
+    mlp, context = Mlp.shared(context, layer), replace(context, ends_early=False)
     saved, output = mlp_forward(builder, context, mlp, normalized, keep_input=True, keep_copy=keep_copy)
     if context.experts.shared_gate:
         row = builder.memory_bound(

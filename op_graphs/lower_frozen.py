@@ -112,6 +112,21 @@ def frozen_row_forward(
     return output
 
 
+def frozen_row_kept(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    linear: Linear,
+    source: Tensor,
+    *,
+    discard_input: bool,
+) -> None:
+    """Of the forward of a frozen row-parallel linear and of its adapters only what leads to what they keep."""
+    adapters = adapters_beside(builder, context, linear)
+    adapters_forward(builder, context, linear, adapters, kept_only=True)
+    if builder.keep_activations and discard_input and (not adapters or drops_input(context)):
+        builder.discard(source, builder.last_row)
+
+
 def frozen_column_backward(
     builder: ProgramBuilder, context: LoweringContext, linear: Linear, source: Tensor, d_output: Tensor
 ) -> Tensor:

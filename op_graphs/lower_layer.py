@@ -136,7 +136,9 @@ def _feed_forward_block_forward(
     if keep_normalized and context.keeps_copies and isinstance(mlp, MlpSaved):
         builder.discard(normalized)
     norm = _NormSaved(block_input, normalized if keep_normalized else None, inside)
-    output, mask = _bias_dropout_add(builder, context, "mlp_residual", projected)
+    output, mask = projected, None
+    if not context.ends_early or context.model.hidden_dropout > 0:
+        output, mask = _bias_dropout_add(builder, context, "mlp_residual", projected)
     kept_output: Tensor | None = None
     if builder.keep_activations and context.recomputes(Part.RESIDUAL):
         kept_output = builder.activation("mlp_output", context.hidden_bytes, builder.last_row)

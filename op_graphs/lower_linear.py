@@ -47,6 +47,7 @@ from .lower_frozen import (
     frozen_column_forward,
     frozen_linear_backward,
     frozen_row_forward,
+    frozen_row_kept,
 )
 from .lower_quantization import (
     cast,
@@ -231,6 +232,35 @@ def row_parallel_forward(
         return partial
     builder.release(partial, reduced)
     return builder.temporary(f"{linear.name}_reduced", context.hidden_bytes, reduced)
+
+
+def last_linear_forward(
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    linear: Linear,
+    source: Tensor,
+    *,
+    discard_input: bool = False,
+    keep_copy: bool = True,
+) -> Tensor:
+    """The last linear of a layer that runs again: what backward reads of it, which is its input.
+
+    A function of Transformer Engine saves it behind its product; PyTorch's products save theirs before they run.
+    Arguments as in :func:`row_parallel_forward`, which runs where ``source`` is kept quantised, or frozen weights are
+    Transformer Engine's.
+    """
+    transformer_engine = context.libraries.transformer_engine
+    if is_quantized_linear(context, linear) or (context.freezes_weights and transformer_engine):
+        return row_parallel_forward(
+            builder, context, linear, source, discard_input=discard_input, keep_copy=keep_copy
+        )
+    if transformer_engine:
+        row = linear_forward(builder, context, linear, None)
+        return builder.temporary(f"{linear.name}_output", context.gathered_bytes, row)
+    if context.freezes_weights:
+        frozen_row_kept(builder, context, linear, source, discard_input=discard_input)
+    # Nothing is made; a byte stands for it.
+    return builder.temporary(f"{linear.name}_output", 1.0, builder.last_row)
 
 
 def _gathers_quantized(context: LoweringContext) -> bool:

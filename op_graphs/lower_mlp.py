@@ -13,6 +13,7 @@ from .lower_linear import (
     Linear,
     column_parallel_backward,
     column_parallel_forward,
+    last_linear_forward,
     row_parallel_backward,
     row_parallel_forward,
 )
@@ -104,9 +105,8 @@ def mlp_forward(
         elements, width = float(mlp.fc1.tokens * mlp.fc1.outputs), context.recipe.activation_bytes
         fc1_output = store(builder, context, f"{mlp.fc1.name}_output", elements, fc1_output, width)
     again = context.recomputes(Part.MLP_ACTIVATION)
-    output = row_parallel_forward(
-        builder, context, mlp.fc2, fc2_input, discard_input=True, keep_copy=not again
-    )
+    second = last_linear_forward if context.ends_early else row_parallel_forward
+    output = second(builder, context, mlp.fc2, fc2_input, discard_input=True, keep_copy=not again)
     if builder.keep_activations and again:
         builder.release(fc2_input, builder.last_row)
         if activated is not None:

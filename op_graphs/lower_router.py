@@ -36,6 +36,8 @@ def router_forward(
 ) -> Tensor:
     """Scores, choice of experts and routing map."""
     moe = context.experts
+    if context.libraries.experts_in_turn:
+        return _in_turn(builder, context, layer, sizes)
     output = DType.FP32 if moe.router_fp32 else context.dtype
     dtype = context.dtype if context.libraries.transformer_engine else output
     shape = GemmShape(sizes.tokens, moe.experts, context.model.hidden_size, "TN", dtype=dtype, output=output)
@@ -78,6 +80,17 @@ def router_forward(
             dtype=DType.FP32,
         )
     return scores
+
+
+def _in_turn(builder: ProgramBuilder, context: LoweringContext, layer: int, sizes: RoutedSizes) -> Tensor:
+    """Numbers of experts counted up over the tokens, the remainder by their number, and equal weights."""
+    chosen = float(sizes.tokens * context.experts.top_k)
+    row = builder.memory_bound(
+        "router_in_turn", OpKind.ROUTER, read=16 * chosen, written=28 * chosen, passes=4, dtype=DType.INT64
+    )
+    # Such a gate has no weight; what the model counts for one is never read.
+    builder.parameter_rows.setdefault(context.module(layer, "mlp.router"), row)
+    return builder.activation("router_choice", 10 * chosen, row)
 
 
 def _fused_choice(
@@ -150,6 +163,10 @@ def router_backward(
 ) -> None:
     """Backward of choice and scores; releases ``scores``, reads the router's input ``normalized``."""
     moe, hidden = context.experts, context.model.hidden_size
+    if context.libraries.experts_in_turn:
+        builder.release(scores, builder.last_row)
+        builder.gradient_rows[context.module(layer, "mlp.router")] = builder.last_row
+        return
     dtype, output = _backward_types(context)
     logits = 4.0 * sizes.tokens * moe.experts
     if moe.capacity_factor is not None:

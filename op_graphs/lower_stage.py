@@ -490,7 +490,8 @@ def _recompute(
     hidden = block.block_input
     layers = []
     for layer in block.layers:
-        layer_saved, hidden = layer_forward(builder, context, layer, hidden)
+        last = layer == block.layers[-1] and context.training.recompute.stops_early
+        layer_saved, hidden = layer_forward(builder, replace(context, ends_early=last), layer, hidden)
         layers.append((layer, layer_saved))
     builder.release(hidden, builder.last_row)
     builder.phase = Phase.BACKWARD_INPUT

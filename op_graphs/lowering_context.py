@@ -37,6 +37,8 @@ class LoweringContext:
     """Path before every module: that of a model inside the model."""
     chunk_layers: range = range(0)
     """Layers of the model chunk that is lowered."""
+    ends_early: bool = False
+    """Whether the layer that is lowered runs again, up to the last thing that its backward pass reads."""
     backward_at_once: bool = False
     """Whether each backward pass of this chunk comes right behind its forward pass."""
 

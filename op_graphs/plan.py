@@ -33,6 +33,10 @@ class Recompute:
     layers: int = 1
     method: str = "uniform"
     keep: str = ""
+    stops_early: bool = False
+    """Whether running layers again ends where everything that backward reads is there: the last product of a layer, the
+    reduction or exchange behind it and the last residual are left out, as in PyTorch's non-reentrant checkpoints
+    (``early_stop``) and compiled graphs. Megatron-LM runs whole layers."""
 
     @property
     def keeps_products(self) -> bool:
@@ -100,6 +104,9 @@ class LibraryPlan:
     router_fusion: bool = False
     """Whether scores and choice of experts are one kernel of Transformer Engine each way (``--moe-router-fusion``);
     else PyTorch's, one by one."""
+    experts_in_turn: bool = False
+    """Whether a gate without scores hands experts to tokens in turn, so that those of a token lie beside each other
+    (NeMo AutoModel's ``fake_balanced_gate`` in benchmarks)."""
     eager: bool | tuple[str, ...] = False
     """Whether norms, positions, activations and the optimizer are tensor operations that run one by one, neither fused
     by hand nor compiled (``op_graphs.pointwise``); or which of them are (:data:`EAGER_PARTS`)."""

@@ -139,7 +139,11 @@ def mappings(draw: st.DrawFn) -> dict[str, Any]:
             "lora": draw(st.sampled_from(LORA)),
         },
         "schedule": schedule,
-        "libraries": {"permute_fusion": draw(st.booleans()), "router_fusion": draw(st.booleans())},
+        "libraries": {
+            "permute_fusion": draw(st.booleans()),
+            "router_fusion": draw(st.booleans()),
+            "experts_in_turn": draw(st.booleans()),
+        },
         "overlap": {
             **{name: draw(st.booleans()) for name in ("grad_reduce", "param_gather", "p2p", "tp")},
             "contention": draw(st.integers(0, 4)) == 0,

@@ -154,7 +154,8 @@ def test_what_the_benchmark_files_of_automodel_set(name, gpus, parallel, recompu
     changes = {"source": "nemo-automodel", "model": {"name": name, "seq": 4096}, "precision": "bf16"}
     found = scenario(LORA, tmp_path, **changes, num_gpus=gpus, parallel=parallel)
     assert found.training.lora is not None
-    assert len(found.training.lora.targets) == 7
+    assert len(found.training.lora.targets) == (7 if recompute == "none" else 4)
+    assert found.training.recompute.stops_early == (recompute == "full")
     assert (found.training.recompute.mode, found.overlap.tp) == (recompute, tp_overlap)
     assert found.parallel.sp == (tp_overlap == "async-tp")
 
@@ -180,6 +181,8 @@ def test_a_local_batch_of_automodel_is_that_many_microbatches(tmp_path):
         0,
         "deepep",
     )
+    assert found.libraries.experts_in_turn
+    assert found.training.recompute.stops_early
     assert "runs the pipeline's schedule once for each" in refusal(row, tmp_path, num_microbatches=2)
 
 

@@ -94,9 +94,41 @@ def test_fused_kernels_are_fewer_and_move_less():
     assert fused["router_aux_loss"][0] == 2
 
 
+def test_experts_in_turn_have_no_scores_to_compute():
+    graph = mixture({"experts_in_turn": True}, router_fp32=True)
+    assert products(graph) == {}
+    assert set(kernels(graph)) == {"router_in_turn"}
+    assert_nothing_leaks(graph)
+
+
+def test_experts_in_turn_lie_on_one_or_two_ranks():
+    """16 experts on 8 ranks, four to a token: two ranks get it, in the mean of random choices 3.3 do."""
+    sent = {}
+    for in_turn in (False, True):
+        mapping = dense_mapping(
+            model__moe={"experts": 16, "top_k": 4, "expert_ffn_size": 128},
+            model__layers=1,
+            parallel={"ep": 8, "dp": 8, "ep_dispatcher": "deepep"},
+            libraries={"experts_in_turn": in_turn},
+        )
+        graph = lower_scenario(load_scenario(mapping))
+        operations = graph.operations
+        for row in range(len(operations)):
+            if graph.strings[operations.name[row]] == "dispatch_all_to_all":
+                sent[in_turn] = float(graph.operations.communication_bytes[row])
+    token = 2 * HIDDEN
+    assert sent[True] == pytest.approx(TOKENS * token * 8 / 4 * (1 - 0.5**4))
+    assert sent[False] == pytest.approx(TOKENS * token * 8 * (1 - (7 / 8) ** 4))
+
+
 @pytest.mark.parametrize(
     ("libraries", "model", "message"),
     [
+        (
+            {"experts_in_turn": True},
+            {},
+            "libraries.experts_in_turn: true (from scenario) changes nothing: small has no experts; leave it out",
+        ),
         (
             {"router_fusion": True},
             {},

@@ -80,6 +80,7 @@ def check_permutation(model: ModelDescription, libraries: LibraryPlan, problems:
     for path, value, differs in (
         ("libraries.permute_fusion", libraries.permute_fusion, not libraries.permute_fusion),
         ("libraries.router_fusion", libraries.router_fusion, libraries.router_fusion),
+        ("libraries.experts_in_turn", libraries.experts_in_turn, libraries.experts_in_turn),
     ):
         if model.moe is None and differs and problems.sound(path):
             problems.add(path, value, f"changes nothing: {model.name} has no experts; leave it out")

@@ -275,5 +275,6 @@ def _recompute_mapping(recompute: Recompute) -> str | dict[str, Any]:
     if recompute.keep:
         return {"keep": recompute.keep}
     if recompute.mode == "full":
-        return {"layers": recompute.layers, "method": recompute.method}
+        early = {"stops_early": True} if recompute.stops_early else {}
+        return {"layers": recompute.layers, "method": recompute.method, **early}
     return {"modules": list(recompute.modules)}

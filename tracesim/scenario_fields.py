@@ -217,6 +217,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "grouped_gemm": _flag(_LIBRARIES.grouped_gemm),
         "permute_fusion": _flag(_LIBRARIES.permute_fusion),
         "router_fusion": _flag(_LIBRARIES.router_fusion),
+        "experts_in_turn": _flag(_LIBRARIES.experts_in_turn),
         "eager": FieldRule(
             f"must be true, false or a list of {', '.join(EAGER_PARTS)}",
             lambda value: isinstance(value, bool) or _is_choice_list(value, EAGER_PARTS),
@@ -246,7 +247,7 @@ _OTHER_NAMES = {
 }
 """What other tools call a key, by its beginning."""
 TOP_KEYS = ("name", "model", "hardware", "parallel", "training", "schedule", "overlap", "libraries")
-RECOMPUTE_KEYS = ("modules", "layers", "method", "every", "keep")
+RECOMPUTE_KEYS = ("modules", "layers", "method", "every", "keep", "stops_early")
 
 
 @dataclass
@@ -355,22 +356,26 @@ def read_recompute(value: object, problems: Problems) -> Recompute:
     if {"every", "keep"} & set(value):
         return _read_torchtitan(value, problems)
     layers, method = value.get("layers", 1), value.get("method", "uniform")
+    early = value.get("stops_early", False)
+    if not isinstance(early, bool):
+        problems.add(f"{path}.stops_early", early, "must be true or false")
     if not _is_count(layers, 1 << 20):
         problems.add(f"{path}.layers", layers, "must be a whole number from 1")
     if method not in LAYER_RULES:
         problems.add(f"{path}.method", method, f"must be {' or '.join(LAYER_RULES)}")
     if value.get("modules") is None:
-        if not {"layers", "method"} & set(value):
+        if not {"layers", "method", "stops_early"} & set(value):
             problems.add(
                 path,
                 dict(value),
                 "is empty; write none, full, or give modules, layers or method, every or keep",
             )
-        return Recompute("full", (), layers, method)
+        return Recompute("full", (), layers, method, stops_early=early)
     modules = _read_modules(value["modules"], problems)
-    if {"layers", "method"} & set(value):
+    if {"layers", "method", "stops_early"} & set(value):
         problems.note(
-            path, "layers and method belong to full recompute and modules to selective; give one or the other"
+            path,
+            "layers, method and stops_early belong to full recompute and modules to selective; give one or the other",
         )
     return Recompute("selective", modules)
 

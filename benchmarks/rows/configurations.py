@@ -136,18 +136,25 @@ def _modelzoo(row: Section) -> Configuration:
 def _automodel(row: Section) -> Configuration:
     """examples/llm_benchmark: ``*_peft_benchmark.yaml``, ``deepseek_v3_te_deepep.yaml``, ``kimi_k2_te_deepep.yaml``.
 
-    Adapters of rank 16 at every ``*_proj`` of weights in bf16; activation checkpointing of whole layers but for Llama 3
-    8B, which has dropout of 0.1; asynchronous tensor parallelism and sequence parallelism with Llama 3 70B only; loss
-    without fp32 copies for the two mixtures.
+    Adapters of rank 16 at every ``*_proj`` of weights in bf16: ``qkv_proj`` and ``gate_up_proj`` are one each in
+    AutoModel's own models, Llama 3 8B is Hugging Face's (``force_hf``). Activation checkpointing of whole layers,
+    compiled but for the mixture, and none for Llama 3 8B, which has dropout of 0.1; asynchronous tensor parallelism and
+    sequence parallelism with Llama 3 70B only. The mixtures have a loss without fp32 copies and a gate without scores
+    (``fake_balanced_gate``, ``moe/layers.py``).
     """
     name = text_at(mapping_at(row, "model"), "name")
     if "LoRA" in text_at(row, "table"):
         small, large = "8B" in name, "70B" in name
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        targets = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+        if small:
+            targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
         return Configuration(
             row={"recompute": "none" if small else "full"},
             scenario={
-                "training": {"lora": {"rank": 16, "targets": targets, "dropout": 0.1 if small else 0.0}},
+                "training": {
+                    "lora": {"rank": 16, "targets": targets, "dropout": 0.1 if small else 0.0},
+                    **({} if small else {"recompute": {"layers": 1, "stops_early": True}}),
+                },
                 "parallel": {"sp": large},
                 "overlap": {"tp": "async-tp" if large else False},
                 "libraries": {"transformer_engine": False},
@@ -166,7 +173,8 @@ def _automodel(row: Section) -> Configuration:
         scenario={
             "model": {"base": "deepseek-v3", "name": "deepseek-v3", "mtp_layers": 0},
             "parallel": {"ep_dispatcher": "deepep"},
-            "training": {"grad_reduce_dtype": "bf16"},
+            "training": {"grad_reduce_dtype": "bf16", "recompute": {"layers": 1, "stops_early": True}},
+            "libraries": {"experts_in_turn": True},
         },
         notes=(
             "full recompute, DeepEP, bf16 gradients and one sequence a microbatch are those of the benchmark's YAML "

@@ -108,6 +108,8 @@ class DeepEP(AllToAll):
 
 
 def _routes(context: LoweringContext) -> ExchangeShape:
-    """How tokens choose among the experts."""
+    """How tokens choose among the experts; given in turn, those of a token are the next ``top_k``."""
     moe = context.experts
+    if context.libraries.experts_in_turn:
+        return ExchangeShape(0.0, moe.top_k, max(1, moe.experts // moe.top_k), 1)
     return ExchangeShape(0.0, moe.top_k, moe.routing_groups, moe.top_groups)
