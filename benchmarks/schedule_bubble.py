@@ -9,15 +9,11 @@ loss and optimizer, stages that differ, and a host that waits are no part of it,
 
 from __future__ import annotations
 
-from statistics import median
-
-import numpy as np
-
 from op_graphs.graph import OpGraph
-from op_graphs.vocabulary import OpKind, Stream
 from schedules import ActionCosts, Schedule, simulate_costs
 from schedules.registry import build_schedule
 from tracesim.engine import Execution
+from tracesim.profiled_schedule import fetch_ns, pass_costs
 from tracesim.scenario import Scenario
 
 
@@ -29,7 +25,7 @@ def calculated_bubble(scenario: Scenario, graph: OpGraph, execution: Execution) 
     schedule = build_schedule(
         scenario.schedule, parallel.pp, parallel.vpp, scenario.training.num_microbatches
     )
-    return bubble_rate(schedule, pass_costs(graph, execution, schedule.stages // 2))
+    return bubble_rate(schedule, pass_costs(graph, execution, schedule.stages // 2, fetch_ns(scenario)))
 
 
 def bubble_rate(schedule: Schedule, costs: ActionCosts) -> float:
@@ -37,25 +33,3 @@ def bubble_rate(schedule: Schedule, costs: ActionCosts) -> float:
     times = simulate_costs(schedule, costs)
     cost, rank = max((span, rank) for rank, span in enumerate(times.rank_spans))
     return (cost - times.rank_busy[rank]) / cost if cost else 0.0
-
-
-def pass_costs(graph: OpGraph, execution: Execution, stage: int) -> ActionCosts:
-    """Median times of the passes of a stage and of a transfer, in nanoseconds."""
-    segments = graph.segments
-    lengths: dict[str, list[int]] = {letter: [] for letter in "FBIW"}
-    for row in np.flatnonzero(segments.stage == stage):
-        rows = np.arange(segments.begin[row], segments.end[row])
-        rows = rows[graph.operations.stream[rows] == Stream.COMPUTE]
-        name = graph.strings[segments.name[row]]
-        if len(rows) and name[0] in lengths and "+" not in name:
-            lengths[name[0]].append(int(execution.end[rows].max() - execution.start[rows].min()))
-    times = {letter: float(median(found)) for letter, found in lengths.items() if found}
-    transfers = np.flatnonzero(graph.operations.kind == OpKind.P2P)
-    lasts = (execution.end - execution.start)[transfers]
-    for_input = times.get("I", times.get("B", 0.0))
-    return ActionCosts(
-        forward=times.get("F", 0.0),
-        backward_input=for_input,
-        backward_weight=times.get("W", 0.0),
-        transfer=float(np.median(lasts)) if len(lasts) else 0.0,
-    )

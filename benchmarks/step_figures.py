@@ -117,7 +117,7 @@ def step_figures(
     from tracesim.simulation import simulate
 
     simulation = simulate(scenario)
-    graph, execution = simulation.graph, simulation.execution
+    scenario, graph, execution = simulation.scenario, simulation.graph, simulation.execution
     by_rank = [
         {str(number): found.usage.peak_reserved / _GIB for number, found in ranks.items()}
         for ranks in (simulation.reserved if allocator else ())

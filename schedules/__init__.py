@@ -6,7 +6,7 @@ from .check import check_schedule
 from .communication import add_communication, without_communication
 from .costs import ActionCosts
 from .csv_format import format_csv, parse_csv, read_schedule_csv, write_schedule_csv
-from .greedy import greedy
+from .greedy import Objective, greedy
 from .order import requirements
 from .registry import build_schedule, schedule_names, usual_chunks
 from .unit_times import UnitTimes, activations_held, peak_activations, simulate_costs, simulate_unit_times
@@ -15,6 +15,7 @@ __all__ = [
     "Action",
     "ActionCosts",
     "ActionKind",
+    "Objective",
     "Schedule",
     "ScheduleError",
     "UnitTimes",

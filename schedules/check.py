@@ -13,6 +13,8 @@ from .order import gradient_source
 from .unit_times import activations_held, simulate_unit_times
 
 _MOST_SHOWN = 10
+_TOLERANCE = 1e-9
+"""Of sums of shares of an activation."""
 _PLAIN_KINDS = frozenset(
     (
         ActionKind.FORWARD,
@@ -34,6 +36,7 @@ def check_schedule(
     schedule: Schedule,
     memory_limit: int | Sequence[int] | None = None,
     sends_block: bool = False,
+    weight_memory: float = 1.0,
 ) -> None:
     """Raise an error unless every rank can execute its row and together they do one training step.
 
@@ -47,6 +50,8 @@ def check_schedule(
             ranks or one a rank; no limit if not given.
         sends_block: whether a send occupies its rank until its receive is posted
             (:func:`~schedules.blocking.check_blocking_sends`); only for a schedule with its transfers written out.
+        weight_memory: share of a pair's activations that is held between its backward for the input and the one for
+            the weight.
 
     Raises:
         ScheduleError: naming every problem (at most 10 are spelled out), with the rank-by-step grid in which
@@ -64,12 +69,14 @@ def check_schedule(
     if sends_block:
         check_blocking_sends(schedule)
     if memory_limit is not None:
-        problems = _over_memory_limit(schedule, memory_limit)
+        problems = _over_memory_limit(schedule, memory_limit, weight_memory)
         if problems:
             raise ScheduleError(_report(schedule, problems))
 
 
-def _over_memory_limit(schedule: Schedule, memory_limit: int | Sequence[int]) -> list[_Problem]:
+def _over_memory_limit(
+    schedule: Schedule, memory_limit: int | Sequence[int], weight_memory: float
+) -> list[_Problem]:
     """The first step of each rank that holds too much."""
     limits = [memory_limit] * schedule.pp if isinstance(memory_limit, int) else list(memory_limit)
     if len(limits) != schedule.pp:
@@ -78,12 +85,12 @@ def _over_memory_limit(schedule: Schedule, memory_limit: int | Sequence[int]) ->
         )
     problems = []
     for rank, (row, limit) in enumerate(zip(schedule.actions, limits, strict=True)):
-        held = activations_held(row)
-        step = next((step for step, count in enumerate(held) if count > limit), None)
+        held = activations_held(row, weight_memory)
+        step = next((step for step, count in enumerate(held) if count > limit + _TOLERANCE), None)
         if step is not None:
             message = (
-                f"rank {rank}, step {step}: {row[step]} makes {held[step]} activations held, the limit is {limit} "
-                f"(the rank's peak is {max(held)})"
+                f"rank {rank}, step {step}: {row[step]} makes {held[step]:.6g} activations held, the limit is "
+                f"{limit} (the rank's peak is {max(held):.6g})"
             )
             problems.append(_Problem(message, (rank, step)))
     return problems

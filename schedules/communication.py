@@ -12,6 +12,9 @@ With sends that block until their receive is posted, a late receive can still ho
 ranks wait (interleaved schedules whose groups are larger than the pipeline). The pass runs the batches once, and
 where all ranks wait it moves the receive with most time to spare to where its rank stands: mostly one on the first
 or last rank, from the other end of the pipeline. The result runs with blocking and with non-blocking sends.
+
+Transfers of one kind between two ranks are matched in their order. A rank with several stages may consume what another
+one sends in another order than that made it; its receives are posted in the order of the sends all the same.
 """
 
 from __future__ import annotations
@@ -43,8 +46,39 @@ def add_communication(schedule: Schedule, *, joined: bool = False) -> Schedule:
         placement = _Placement(schedule, joined, apart)
         rows = placement.run()
         if rows is not None:
-            return schedule.with_actions(rows)
+            return schedule.with_actions(_in_order_of_sends(rows, schedule))
         apart |= placement.waiting_forwards()
+
+
+def _in_order_of_sends(
+    rows: Sequence[Sequence[Action]], schedule: Schedule
+) -> tuple[tuple[Action, ...], ...]:
+    """The rows, in which a receive that would stand behind that of a later send is moved before it."""
+    sent_before: dict[Action, Action] = {}
+    latest: dict[tuple[int, int, ActionKind], Action] = {}
+    for rank, row in enumerate(rows):
+        for send in (action for action in row if action.is_send):
+            channel = (rank, schedule.stage_rank(send.peer.stage), send.kind)
+            if channel in latest:
+                sent_before[send.peer] = latest[channel]
+            latest[channel] = send.peer
+    ordered = []
+    for row in rows:
+        posted: set[Action] = set()
+        kept: list[Action] = []
+        for action in row:
+            if not action.is_receive:
+                kept.append(action)
+                continue
+            missing = []
+            receive: Action | None = action
+            while receive is not None and receive not in posted:
+                missing.append(receive)
+                receive = sent_before.get(receive)
+            posted.update(missing)
+            kept += reversed(missing)
+        ordered.append(tuple(kept))
+    return tuple(ordered)
 
 
 def without_communication(schedule: Schedule) -> Schedule:

@@ -4,8 +4,9 @@ In the manner of the heuristic of Qi et al. 2023 (arXiv:2401.10241, section 3), 
 is free it runs the backward for the input that is ready, else a forward that is ready and fits into memory; a backward
 for the weight fills a gap that is long enough for it, or makes room for a forward. Which of two ready actions comes
 first, whether too short gaps are filled, and how many forwards a rank takes ahead is tried in all combinations (for
-large plans on fewer microbatches first); the earliest end wins, and the schedules of the papers that fit the limit are
-candidates too, so it is never worse than they. Deterministic: ties go to the first candidate.
+large plans on fewer microbatches first). With one stage a rank the paper's own heuristic (:mod:`.greedy_rounds`) is
+tried beside it, and the schedules of the papers that fit the limit are candidates too, so it is never worse than they.
+Deterministic: ties go to the first candidate.
 
 One stage a rank, two as a V, or more in a loop.
 """
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import product
-from math import inf
+from math import inf, isfinite
 from typing import NamedTuple
 
 from .actions import (
@@ -29,6 +32,7 @@ from .actions import (
     v_placement,
 )
 from .costs import ActionCosts
+from .greedy_rounds import ROUND_RULES, RoundRank, RoundRule, run_rounds
 from .one_forward_one_backward import one_forward_one_backward
 from .unit_times import peak_activations, simulate_costs
 from .v_half import v_half
@@ -37,9 +41,23 @@ from .zb_h1 import zb_h1
 from .zb_h2 import zb_h2
 from .zb_v import zb_v
 
+_TOLERANCE = 1e-9
+"""Of sums of shares of an activation."""
 _HANDMADE = {1: (zb_h2, zb_h1, one_forward_one_backward), 2: (zb_v, v_half, v_min)}
 _MOST_TRIED_IN_FULL = 4096
 """Microbatches times stages of a plan for which every combination of rules runs over all microbatches."""
+
+_MOST_ROUNDS_IN_FULL = 16384
+"""The same for the heuristic of the paper, which takes a quarter of the time."""
+
+
+class Objective(str, Enum):
+    """What the automatic schedule makes as short as it can; the other decides among equals."""
+
+    MAKESPAN = "makespan"
+    """The time until all ranks are done: the time of a step behind which all ranks meet."""
+    LONGEST_RANK = "longest-rank"
+    """The longest time of a rank from its first action to its last: the time of a step where ranks do not meet."""
 
 
 def greedy(
@@ -48,6 +66,8 @@ def greedy(
     microbatches: int,
     memory_limit: int | None = None,
     costs: ActionCosts | None = None,
+    weight_memory: float = 1.0,
+    objective: Objective = Objective.MAKESPAN,
 ) -> Schedule:
     """The best schedule found for ``pp`` ranks with ``chunks`` stages each.
 
@@ -58,10 +78,13 @@ def greedy(
         memory_limit: most (stage, microbatch) pairs whose activations a rank may hold; ``pp * chunks``, the memory of
             1F1B, if not given.
         costs: times of F, I, W and transfers; all 1 and free transfers if not given.
+        weight_memory: share of a pair's activations that its backward for the input leaves for the one for the
+            weight; 1 if all of them are held until then.
+        objective: what is to be short.
 
     Raises:
-        ScheduleError: if the limit is below ``chunks`` (a microbatch must get through), or the costs name another
-            number of stages.
+        ScheduleError: if the limit is below ``chunks`` (a microbatch must get through), the costs name another
+            number of stages, or the share is not between 0 and 1.
     """
     limit = pp * chunks if memory_limit is None else memory_limit
     if limit < chunks:
@@ -69,29 +92,84 @@ def greedy(
             f"greedy: a memory limit of {limit} activations is below {chunks}, one for each stage of a rank; "
             f"no microbatch could get through: allow at least {chunks}"
         )
+    if not (isfinite(weight_memory) and 0 <= weight_memory <= 1):
+        raise ScheduleError(
+            f"greedy: weight_memory={weight_memory} must be a share of an activation, between 0 and 1"
+        )
     times = costs or ActionCosts()
     times.check_stages(pp * chunks)
     placement = v_placement(pp) if chunks == 2 else tuple(stage % pp for stage in range(pp * chunks))
+    search = _Search(placement, pp, limit, weight_memory, times, Objective(objective))
     handmade = (
         schedule
         for build in _HANDMADE.get(chunks, ())
-        if max(peak_activations(schedule := build(pp, chunks, microbatches))) <= limit
+        if max(peak_activations(schedule := build(pp, chunks, microbatches), weight_memory))
+        <= limit + _TOLERANCE
     )
-    results = [(_score(schedule, times), schedule.actions) for schedule in handmade]
-    rules = _rules(pp, chunks, limit)
-    if pp * chunks * microbatches > _MOST_TRIED_IN_FULL:
-        # The end of a step looks alike for any number of microbatches that fills the pipeline.
-        few = min(microbatches, 2 * pp + 1)
-        trials = {rule: _list_actions(placement, pp, few, limit, times, rule)[0] for rule in rules}
-        rules = sorted(rules, key=lambda rule: trials[rule])[:2]
-    results += [_list_actions(placement, pp, microbatches, limit, times, rule) for rule in rules]
-    _, rows = min(results, key=lambda result: result[0])
+    candidates = [search.handmade(schedule) for schedule in handmade]
+    candidates += search.listed(microbatches, _rules(pp, chunks, limit))
+    if chunks == 1:
+        candidates += search.in_rounds(microbatches)
+    _, rows = min(candidates, key=lambda candidate: candidate[0])
     return Schedule("greedy", pp, pp * chunks, microbatches, rows, placement)
 
 
-def _score(schedule: Schedule, costs: ActionCosts) -> tuple[float, float]:
-    run = simulate_costs(schedule, costs)
-    return run.makespan, run.longest_rank
+_Candidate = tuple[tuple[float, float], tuple[tuple[Action, ...], ...]]
+"""Score, the lower the better, and rows."""
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The candidates of one plan."""
+
+    placement: tuple[int, ...]
+    pp: int
+    limit: int
+    weight_memory: float
+    costs: ActionCosts
+    objective: Objective
+
+    def _score(self, makespan: float, longest_rank: float) -> tuple[float, float]:
+        if self.objective is Objective.LONGEST_RANK:
+            return longest_rank, makespan
+        return makespan, longest_rank
+
+    def handmade(self, schedule: Schedule) -> _Candidate:
+        run = simulate_costs(schedule, self.costs)
+        return self._score(run.makespan, run.longest_rank), schedule.actions
+
+    def listed(self, microbatches: int, rules: Sequence[_Rule]) -> list[_Candidate]:
+        if len(self.placement) * microbatches > _MOST_TRIED_IN_FULL:
+            # The end of a step looks alike for any number of microbatches that fills the pipeline.
+            few = min(microbatches, 2 * self.pp + 1)
+            trials = {rule: self._listed(few, rule)[0] for rule in rules}
+            rules = sorted(rules, key=lambda rule: trials[rule])[:2]
+        return [self._listed(microbatches, rule) for rule in rules]
+
+    def _listed(self, microbatches: int, rule: _Rule) -> _Candidate:
+        """One run of the list scheduler."""
+        ranks = _Listing(
+            self.placement, self.pp, microbatches, self.limit, self.weight_memory, self.costs, rule
+        ).run()
+        return self._of_ranks(ranks)
+
+    def in_rounds(self, microbatches: int) -> list[_Candidate]:
+        rules = list(ROUND_RULES)
+        if self.pp * microbatches > _MOST_ROUNDS_IN_FULL:
+            few = min(microbatches, 4 * self.pp)
+            trials = {rule: self._in_rounds(few, rule)[0] for rule in rules}
+            rules = sorted(rules, key=lambda rule: trials[rule])[:2]
+        return [self._in_rounds(microbatches, rule) for rule in rules]
+
+    def _in_rounds(self, microbatches: int, rule: RoundRule) -> _Candidate:
+        return self._of_ranks(
+            run_rounds(self.pp, microbatches, self.limit, self.weight_memory, self.costs, rule)
+        )
+
+    def _of_ranks(self, ranks: Sequence[_RankState] | Sequence[RoundRank]) -> _Candidate:
+        end = max(state.clock for state in ranks)
+        longest = max(state.clock - state.began for state in ranks)
+        return self._score(end, longest), tuple(tuple(state.row) for state in ranks)
 
 
 def _rules(pp: int, chunks: int, limit: int) -> list[_Rule]:
@@ -103,16 +181,6 @@ def _rules(pp: int, chunks: int, limit: int) -> list[_Rule]:
             tuple(2 * (pp - rank) - 1 for rank in range(pp)),
         )
     return [_Rule(*choices) for choices in product(ahead_limits, (False, True), (False, True))]
-
-
-def _list_actions(
-    placement: tuple[int, ...], pp: int, microbatches: int, limit: int, costs: ActionCosts, rule: _Rule
-) -> tuple[tuple[float, float], tuple[tuple[Action, ...], ...]]:
-    """Score (end of the step, time of the longest rank) and rows of one run of the list scheduler."""
-    ranks = _Listing(placement, pp, microbatches, limit, costs, rule).run()
-    end = max(state.clock for state in ranks)
-    longest = max(state.clock - state.began for state in ranks)
-    return (end, longest), tuple(tuple(state.row) for state in ranks)
 
 
 class _Rule(NamedTuple):
@@ -134,7 +202,7 @@ class _RankState:
     clock: float = 0.0
     """When its last action ends."""
     began: float = 0.0
-    held: int = 0
+    held: float = 0.0
     ahead: int = 0
     """Forwards whose backward for the input has not run."""
     ran_backward: bool = False
@@ -151,12 +219,14 @@ class _Listing:
         pp: int,
         microbatches: int,
         limit: int,
+        weight_memory: float,
         costs: ActionCosts,
         rule: _Rule,
     ) -> None:
         self.placement = placement
         self.microbatches = microbatches
-        self.limit = limit
+        self.limit = limit + _TOLERANCE
+        self.weight_memory = weight_memory
         self.rule = rule
         stages = range(len(placement))
         self.forward_cost = [costs.of(forward(stage, 0)) for stage in stages]
@@ -215,7 +285,7 @@ class _Listing:
         gap = arrival - state.clock
         if self.rule.fills_short_gaps or gap >= self.weight_cost[state.waiting_weights[0][0]]:
             return True
-        roomier = self.limit + len(state.waiting_weights)
+        roomier = self.limit + len(state.waiting_weights) * self.weight_memory
         return self._earliest_forward(rank, state, roomier)[0] <= state.clock
 
     def _earliest_input(self, state: _RankState) -> tuple[float, int]:
@@ -234,7 +304,7 @@ class _Listing:
                 earliest, chosen = ready, stage
         return earliest, chosen
 
-    def _earliest_forward(self, rank: int, state: _RankState, limit: int) -> tuple[float, int]:
+    def _earliest_forward(self, rank: int, state: _RankState, limit: float) -> tuple[float, int]:
         """The same for a forward that fits; earlier stages leave room for one of each later stage of the rank.
 
         Without that room microbatches could fill a rank before any of them can leave it.
@@ -273,6 +343,7 @@ class _Listing:
         state.waiting_weights.append((stage, microbatch))
         state.clock += self.input_cost[stage]
         self.input_ends[stage].append(state.clock)
+        state.held -= 1 - self.weight_memory
         state.ahead -= 1
         state.ran_backward = True
         if stage > 0:
@@ -282,4 +353,4 @@ class _Listing:
         stage, microbatch = state.waiting_weights.popleft()
         state.row.append(backward_weight(stage, microbatch))
         state.clock += self.weight_cost[stage]
-        state.held -= 1
+        state.held -= self.weight_memory

@@ -18,7 +18,7 @@ from .dualpipe import dualpipe
 from .dualpipev import dualpipev
 from .forward_only import forward_only
 from .gpipe import gpipe
-from .greedy import greedy
+from .greedy import Objective, greedy
 from .interleaved import interleaved_one_forward_one_backward
 from .interleaved_zero_bubble import interleaved_zero_bubble
 from .looped_bfs import looped_bfs
@@ -66,7 +66,24 @@ class Entry:
 
 
 _GROUP = {"group": int}
-_COSTS = {"forward": float, "input": float, "weight": float}
+
+
+class Times(str, Enum):
+    """Where the automatic schedule has the times of the passes from."""
+
+    GIVEN = "given"
+    """From its other options."""
+    PROFILED = "profiled"
+    """From a profile of the scenario it runs in; to be put in by :func:`with_times`."""
+
+
+_GREEDY: Mapping[str, type] = {
+    "memory": int,
+    "times": Times,
+    "weight_memory": float,
+    "minimize": Objective,
+    **dict.fromkeys(("forward", "input", "weight", "transfer"), float),
+}
 
 
 def _greedy(
@@ -77,8 +94,18 @@ def _greedy(
     forward: float = 1.0,
     input: float = 1.0,  # noqa: A002 - the option's name
     weight: float = 1.0,
+    transfer: float = 0.0,
+    weight_memory: float = 1.0,
+    minimize: Objective = Objective.MAKESPAN,
+    times: Times = Times.GIVEN,
 ) -> Schedule:
-    return greedy(pp, chunks, microbatches, memory, ActionCosts(forward, input, weight))
+    if times is Times.PROFILED:
+        raise ScheduleError(
+            "greedy: times=profiled takes the times of passes from the scenario it runs in, and there is none here; "
+            "give forward=..., input=..., weight=... and transfer=... instead"
+        )
+    costs = ActionCosts(forward, input, weight, transfer=transfer)
+    return greedy(pp, chunks, microbatches, memory, costs, weight_memory, minimize)
 
 
 SCHEDULES: Mapping[str, Entry] = {
@@ -98,7 +125,7 @@ SCHEDULES: Mapping[str, Entry] = {
     "v-min": Entry(v_min, ChunkRule.TWO),
     "dualpipe": Entry(dualpipe, ChunkRule.ONE, least_pp=2),
     "dualpipev": Entry(dualpipev, ChunkRule.TWO),
-    "greedy": Entry(_greedy, ChunkRule.ANY, options={"memory": int, **_COSTS}),
+    "greedy": Entry(_greedy, ChunkRule.ANY, options=_GREEDY),
     "forward": Entry(forward_only, ChunkRule.ANY),
 }
 
@@ -149,6 +176,31 @@ def build_schedule(
     return entry.build(pp, vpp, microbatches, **options)
 
 
+def takes_profiled_times(name: str) -> bool:
+    """Whether a schedule of this name waits for the times of its passes (``times=profiled``).
+
+    Raises:
+        ScheduleError: if the name or an option is unknown.
+    """
+    return not name.lower().endswith(".csv") and _lookup(name)[2].get("times") is Times.PROFILED
+
+
+def with_times(name: str, costs: ActionCosts) -> str:
+    """The name with times of passes in place of ``times=profiled``."""
+    plain, _, text = name.partition(":")
+    kept = [part for part in text.split(",") if not part.strip().lower().startswith("times")]
+    given = [
+        f"{option}={value:g}"
+        for option, value in (
+            ("forward", costs.forward),
+            ("input", costs.backward_input),
+            ("weight", costs.backward_weight),
+            ("transfer", costs.transfer),
+        )
+    ]
+    return f"{plain}:{','.join([*kept, *given])}"
+
+
 def _lookup(name: str) -> tuple[str, Entry, dict[str, Any]]:
     """Plain name, entry and options of a name with or without options."""
     plain, colon, text = name.lower().partition(":")
@@ -167,9 +219,16 @@ def _lookup(name: str) -> tuple[str, Entry, dict[str, Any]]:
         try:
             options[key] = entry.options[key](value)
         except ValueError:
-            wanted = "a whole number" if entry.options[key] is int else "a number"
+            wanted = _wanted(entry.options[key])
             raise ScheduleError(f"schedule {name}: {key}={value.strip()} must be {wanted}") from None
     return plain, entry, options
+
+
+def _wanted(option: type) -> str:
+    """What an option of a type takes, in words."""
+    if issubclass(option, Enum):
+        return " or ".join(member.value for member in option)
+    return "a whole number" if option is int else "a number"
 
 
 def _wrong_sizes(name: str, entry: Entry, pp: int, vpp: int) -> str:

@@ -183,23 +183,31 @@ def _whereabouts(schedule: Schedule, need: Action, rank: int, heads: list[int]) 
     return f"which is step {step} of rank {other}, now at step {heads[other]}"
 
 
-def peak_activations(schedule: Schedule) -> tuple[int, ...]:
+def peak_activations(schedule: Schedule, weight_memory: float = 1.0) -> tuple[float, ...]:
     """Most (stage, microbatch) pairs whose activations each rank holds at once.
 
-    A pair is held from its forward to the end of its full backward, or of its backward for the weight. Without
-    backwards nothing is kept beyond the forward itself.
+    A pair is held from its forward to the end of its full backward, or of its backward for the weight; between its
+    backward for the input and the one for the weight a share ``weight_memory`` of it is. Without backwards nothing is
+    kept beyond the forward itself. Whole numbers where the share is 1.
     """
     if schedule.forward_only:
         return tuple(min(len(row), 1) for row in schedule.actions)
-    return tuple(max(activations_held(row), default=0) for row in schedule.actions)
+    return tuple(max(activations_held(row, weight_memory), default=0) for row in schedule.actions)
 
 
-def activations_held(row: Sequence[Action]) -> list[int]:
-    """How many pairs a rank holds while it runs each action of its row."""
-    held, counts = 0, []
+def activations_held(row: Sequence[Action], weight_memory: float = 1.0) -> list[float]:
+    """How many pairs a rank holds while it runs each action of its row; see :func:`peak_activations`."""
+    forwards, waiting = 0, 0
+    counts: list[float] = []
     for action in row:
         kinds = [part.kind for part in action.parts]
-        held += kinds.count(ActionKind.FORWARD)
-        counts.append(held)
-        held -= kinds.count(ActionKind.FULL_BACKWARD) + kinds.count(ActionKind.BACKWARD_WEIGHT)
+        forwards += kinds.count(ActionKind.FORWARD)
+        held = forwards + waiting
+        counts.append(held if weight_memory == 1 or not waiting else forwards + waiting * weight_memory)
+        for_input, for_weight = (
+            kinds.count(ActionKind.BACKWARD_INPUT),
+            kinds.count(ActionKind.BACKWARD_WEIGHT),
+        )
+        forwards -= kinds.count(ActionKind.FULL_BACKWARD) + for_input
+        waiting += for_input - for_weight
     return counts

@@ -33,7 +33,7 @@ def test_rows_that_differ_in_their_schedule_alone_are_a_cell() -> None:
         (run("1f1b", 4), 9.0),
     ]
     (cell,) = rank_cells(rows, lambda scenario: times[scenario.schedule])
-    assert [run.schedule for run in cell.runs] == ["1f1b", "interleaved-1f1b", "gpipe"]
+    assert [run.schedule.partition(",")[0] for run in cell.runs] == ["1f1b", "interleaved-1f1b", "gpipe"]
     assert not cell.in_order
     assert cell.pairs == (2, 3)
     renamed = [(replace(scenario, name="x"), time) for scenario, time in rows[:2]]
@@ -52,7 +52,7 @@ def test_zero_bubble_schedules_come_out_in_the_order_measured(shared_data: Path)
     rows = measured_runs(shared_data / "measured" / "zero-bubble.json")
     small = [row for row in rows if row[0].model.name == "GPT 1.5B"]
     (cell,) = rank_cells(row for row in small if row[0].training.num_microbatches == 24)
-    assert [run.schedule for run in cell.runs] == ["greedy:memory=16", "greedy:memory=8"]
+    assert [run.schedule.partition(",")[0] for run in cell.runs] == ["greedy:memory=16", "greedy:memory=8"]
     assert cell.in_order
     assert all(run.simulated == pytest.approx(run.measured, rel=0.06) for run in cell.runs)
 
@@ -63,7 +63,11 @@ def test_interleaved_comes_out_between_the_automatic_schedule_and_1f1b(shared_da
     rows = measured_runs(shared_data / "measured" / "zero-bubble.json")
     large = [row for row in rows if row[0].model.name == "GPT 14.6B"]
     (cell,) = rank_cells(row for row in large if row[0].training.num_microbatches == 48)
-    assert [run.schedule for run in cell.runs] == ["greedy:memory=32", "interleaved-1f1b", "1f1b"]
+    assert [run.schedule.partition(",")[0] for run in cell.runs] == [
+        "greedy:memory=32",
+        "interleaved-1f1b",
+        "1f1b",
+    ]
     assert cell.in_order
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from schedule_plans import plans, rows
 
 from schedules import (
     Action,
+    ActionCosts,
+    ActionKind,
     Schedule,
     ScheduleError,
     add_communication,
     build_schedule,
     check_schedule,
+    greedy,
     parse_csv,
     simulate_unit_times,
     without_communication,
@@ -173,3 +177,37 @@ def test_blocking_cannot_be_asked_of_a_schedule_without_transfers():
 def test_what_the_pass_cannot_take(schedule, complaint):
     with pytest.raises(ScheduleError, match=complaint):
         add_communication(schedule)
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(2, 4),
+    st.integers(1, 8),
+    st.integers(0, 8),
+    st.builds(
+        ActionCosts, *[st.sampled_from([0.5, 0.7, 1.0, 1.3])] * 3, transfer=st.sampled_from([0.0, 0.2])
+    ),
+)
+@settings(max_examples=60, deadline=None)
+def test_receives_stand_in_the_order_of_their_sends(pp, chunks, microbatches, more, costs):
+    """Ranks of a loop hold several stages; what they receive from one rank is matched in the order of its sends."""
+    compute = greedy(pp, chunks, microbatches, chunks + more, costs)
+    schedule = add_communication(compute)
+    check_schedule(schedule)
+    assert without_communication(schedule).actions == compute.actions
+    for kind in (ActionKind.SEND_F, ActionKind.SEND_B):
+        for rank, row in enumerate(schedule.actions):
+            for other, its_row in enumerate(schedule.actions):
+                sends = [
+                    action.peer
+                    for action in row
+                    if action.kind is kind and schedule.stage_rank(action.peer.stage) == other
+                ]
+                receives = [
+                    action
+                    for action in its_row
+                    if action.is_receive
+                    and action.peer.kind is kind
+                    and schedule.stage_rank(action.peer.stage) == rank
+                ]
+                assert sends == receives

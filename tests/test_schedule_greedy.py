@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from schedules import (
     ActionCosts,
+    Objective,
     ScheduleError,
     build_schedule,
     check_schedule,
@@ -18,7 +19,10 @@ from schedules import (
 
 UNIT = ActionCosts()
 HANDMADE = {1: ("1f1b", "zb-h1", "zb-h2"), 2: ("zb-v", "v-half", "v-min")}
-COSTS = st.builds(ActionCosts, *[st.sampled_from([0.5, 0.7, 1.0, 1.3])] * 3)
+COSTS = st.builds(
+    ActionCosts, *[st.sampled_from([0.0, 0.5, 0.7, 1.0, 1.3])] * 3, transfer=st.sampled_from([0.0, 0.2])
+)
+OBJECTIVES = st.sampled_from(Objective)
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 9), st.integers(0, 12), COSTS)
@@ -28,15 +32,39 @@ def test_it_is_complete_and_keeps_its_limit(pp, chunks, microbatches, more, cost
     check_schedule(greedy(pp, chunks, microbatches, limit, costs), memory_limit=limit)
 
 
-@given(st.integers(1, 5), st.sampled_from([1, 2]), st.integers(1, 10), st.integers(0, 10), COSTS)
-@settings(max_examples=60, deadline=None)
-def test_it_is_never_worse_than_a_schedule_of_the_papers_that_fits(pp, chunks, microbatches, more, costs):
+@given(
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(0, 12),
+    COSTS,
+    st.sampled_from([0.0, 0.3, 0.43, 1.0]),
+    OBJECTIVES,
+)
+@settings(max_examples=120, deadline=None)
+def test_it_keeps_its_limit_where_weight_gradients_need_less(
+    pp, chunks, microbatches, more, costs, share, objective
+):
     limit = chunks + more
-    found = simulate_costs(greedy(pp, chunks, microbatches, limit, costs), costs).makespan
+    schedule = greedy(pp, chunks, microbatches, limit, costs, share, objective)
+    check_schedule(schedule, memory_limit=limit, weight_memory=share)
+
+
+@given(st.integers(1, 5), st.sampled_from([1, 2]), st.integers(1, 10), st.integers(0, 10), COSTS, OBJECTIVES)
+@settings(max_examples=60, deadline=None)
+def test_it_is_never_worse_than_a_schedule_of_the_papers_that_fits(
+    pp, chunks, microbatches, more, costs, objective
+):
+    def length(schedule):
+        times = simulate_costs(schedule, costs)
+        return times.makespan if objective is Objective.MAKESPAN else times.longest_rank
+
+    limit = chunks + more
+    found = length(greedy(pp, chunks, microbatches, limit, costs, objective=objective))
     for name in HANDMADE[chunks]:
         schedule = build_schedule(name, pp, chunks, microbatches)
         if max(peak_activations(schedule)) <= limit:
-            assert found <= simulate_costs(schedule, costs).makespan + 1e-9
+            assert found <= length(schedule) + 1e-9
 
 
 @pytest.mark.parametrize("microbatches", [1, 5, 12])
@@ -51,6 +79,35 @@ def test_enough_memory_leaves_no_bubble(pp):
     times = simulate_costs(greedy(pp, 1, 4 * pp, 2 * pp - 1), UNIT)
     assert times.longest_rank == 12 * pp
     assert times.makespan == 12 * pp + pp - 1
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 8), (4, 24), (8, 64)])
+def test_weight_gradients_that_need_nothing_leave_no_bubble(pp, microbatches):
+    """Short ones too: rank 0 has enough of them to fill all its gaps, and the last rank starts before rank 0 ends."""
+    costs = ActionCosts(1.0, 1.0, 0.5)
+    times = simulate_costs(greedy(pp, 1, microbatches, 2 * pp, costs, 0.0, Objective.LONGEST_RANK), costs)
+    held = simulate_costs(greedy(pp, 1, microbatches, 2 * pp, costs, 1.0, Objective.LONGEST_RANK), costs)
+    assert times.longest_rank == pytest.approx(2.5 * microbatches)
+    assert held.longest_rank > 2.5 * microbatches
+
+
+def test_a_short_step_may_make_the_longest_rank_longer():
+    """Either objective is met at least as well by the schedule that was searched for it."""
+    costs = ActionCosts(18.5, 18.1, 9.3, transfer=0.6)
+    spans, ends = {}, {}
+    for objective in Objective:
+        times = simulate_costs(greedy(8, 1, 24, 16, costs, 0.37, objective), costs)
+        spans[objective], ends[objective] = times.longest_rank, times.makespan
+    assert spans[Objective.LONGEST_RANK] < spans[Objective.MAKESPAN]
+    assert ends[Objective.MAKESPAN] <= ends[Objective.LONGEST_RANK]
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_a_share_lies_between_nothing_and_all(share):
+    with pytest.raises(
+        ScheduleError, match=r"weight_memory=.* must be a share of an activation, between 0 and 1"
+    ):
+        greedy(4, 1, 8, 4, weight_memory=share)
 
 
 def test_times_of_f_i_and_w_change_the_order():

@@ -233,6 +233,9 @@ def test_combined_1f1b_warms_up_one_forward_more_than_interleaved(name, rank, wa
         (("interleaved-1f1b:group=x", 2, 2, 4), "group=x must be a whole number"),
         (("1f1b:group=2", 2, 1, 4), "takes no options"),
         (("greedy:memory=1", 4, 2, 4), "memory limit of 1 activations is below 2.*allow at least 2"),
+        (("greedy:minimize=memory", 4, 1, 4), "minimize=memory must be makespan or longest-rank"),
+        (("greedy:weight_memory=2", 4, 1, 4), "weight_memory=2.0 must be a share of an activation"),
+        (("greedy:times=profiled", 4, 1, 4), "from the scenario it runs in, and there is none here"),
         (("greedy:forward=-1", 4, 1, 4), "cost forward=-1.0 must be a number of at least 0"),
         (("GPip", 2, 1, 4), "did you mean gpipe"),
         (("interleaved", 2, 2, 4), "did you mean interleaved-zb or interleaved-1f1b"),
@@ -262,6 +265,8 @@ def test_options_stand_behind_the_name():
         "interleaved-1f1b", 2, 2, 8, 4
     )
     assert peak_activations(build_schedule("greedy:memory=3,weight=0.5", 4, 1, 8)) == (3, 3, 3, 3)
+    lighter = build_schedule("greedy:memory=8,weight=0.5,weight_memory=0.5,minimize=longest-rank", 4, 1, 16)
+    assert max(peak_activations(lighter)) > 8 >= max(peak_activations(lighter, 0.5))
 
 
 # --- CSV ---

@@ -16,7 +16,8 @@ from op_graphs.parameters import tensor_parallel_problem
 from op_graphs.plan import LibraryPlan, OverlapPlan, ParallelPlan, TrainingPlan
 from op_graphs.stage_layout import layers_per_stage
 from schedules.actions import ScheduleError
-from schedules.registry import build_schedule
+from schedules.costs import ActionCosts
+from schedules.registry import build_schedule, takes_profiled_times, with_times
 
 from .cost.attention import kernel_ratio
 from .cuda_graph_fields import check_cuda_graphs
@@ -259,6 +260,8 @@ def _check_chunks(draft: Draft, problems: Problems) -> None:
     if not problems.sound(*paths) or parallel.stages * draft.training.num_microbatches > _CHECKED_ACTIONS:
         return
     try:
+        if takes_profiled_times(schedule):
+            schedule = with_times(schedule, ActionCosts())
         build_schedule(schedule, parallel.pp, parallel.vpp, draft.training.num_microbatches)
     except ScheduleError as error:
         problems.add("schedule", schedule, f"cannot be built: {error}")

@@ -238,9 +238,10 @@ def scenario_times(scenario: str, overrides: Sequence[str], schedule: str | None
     """
     loaded = _load_with_schedule(scenario, overrides, schedule)
     parallel = loaded.parallel
-    plan = build_schedule(loaded.schedule, parallel.pp, parallel.vpp, loaded.training.num_microbatches)
-    plan = without_communication(plan)
     simulation = simulate(loaded)
+    name = simulation.scenario.schedule
+    plan = build_schedule(name, parallel.pp, parallel.vpp, loaded.training.num_microbatches)
+    plan = without_communication(plan)
     graph, execution = simulation.graph, simulation.execution
     segments, computes = graph.segments, graph.operations.stream == Stream.COMPUTE
     starts, ends = [], []

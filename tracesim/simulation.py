@@ -23,6 +23,7 @@ from .host import execute_with_host, host_times, with_launches
 from .lowering import lower_scenario
 from .memory.curves import MemoryCurve, memory_curve
 from .memory.job import ReservedMemory, reserved_by_rank
+from .profiled_schedule import with_profiled_schedule
 from .rank_jitter import with_rank_jitter
 from .rank_spread import rank_spread
 from .report import build_report
@@ -39,6 +40,7 @@ class Simulation:
     """A simulated training step."""
 
     scenario: Scenario
+    """As given, but for times of passes in an automatic schedule."""
     graph: OpGraph
     execution: Execution
 
@@ -103,6 +105,7 @@ def simulate(scenario: Scenario) -> Simulation:
         ScenarioError: if sizes or times are beyond what can be counted.
     """
     try:
+        scenario = with_profiled_schedule(scenario, run_graph)
         graph = lower_scenario(scenario)
         execution = run_graph(scenario, graph)
     except OverflowError as error:
@@ -120,6 +123,7 @@ def iteration_ms(scenario: Scenario) -> float:
     Raises:
         ScheduleError, SimulationError: as :func:`simulate`.
     """
+    scenario = with_profiled_schedule(scenario, run_graph)
     return float(run_graph(scenario, lower_scenario(scenario)).end.max()) / 1e6
 
 

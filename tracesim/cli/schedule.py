@@ -198,6 +198,13 @@ def _show_recovered(
     metavar="N",
     help="Most activations (microbatches times stages) a rank may hold: a number, or one a rank as 4,3,2,1.",
 )
+@click.option(
+    "--weight-memory",
+    type=click.FloatRange(0, 1),
+    default=1.0,
+    show_default=True,
+    help="Share of an activation held from its backward for the input to the one for the weight, for the limit.",
+)
 @click.option("--blocking-sends", is_flag=True, help="Fail if it needs sends that do not block.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def check(
@@ -206,6 +213,7 @@ def check(
     vpp: int | None,
     microbatches: int | None,
     memory_limit: str | None,
+    weight_memory: float,
     blocking_sends: bool,
     as_json: bool,
 ) -> None:
@@ -217,7 +225,8 @@ def check(
     checked = load_schedule(name, PlanSizes(pp, vpp, microbatches), check=False)
     blocks = ""
     try:
-        check_schedule(checked, (limit[0] if len(limit) == 1 else limit) if limit is not None else None)
+        limits = (limit[0] if len(limit) == 1 else limit) if limit is not None else None
+        check_schedule(checked, limits, weight_memory=weight_memory)
         transfers = checked if checked.has_communication else add_communication(checked)
         try:
             check_blocking_sends(transfers)
