@@ -293,7 +293,7 @@ GPT_MODEL_ARGS=(
 )
 TRAINING_ARGS="--micro-batch-size 4 \\
     --global-batch-size 32 --bf16 --lr 6.0e-5"
-torchrun --nproc_per_node 8 pretrain_gpt.py ${GPT_MODEL_ARGS[@]} \\
+torchrun --nproc_per_node 8 pretrain_gpt.py ${GPT_MODEL_ARGS[@]} $TRAINING_ARGS \\
     --tensor-model-parallel-size $TP --recompute-modules layernorm mlp
 """
 

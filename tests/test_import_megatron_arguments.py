@@ -7,7 +7,6 @@ import pytest
 from op_graphs.stage_layout import layers_per_stage
 from op_graphs.vocabulary import DType
 from tests.megatron_lists import EXPERTS, GPT, LATENT, problems_of, scenario_of
-from tracesim.errors import ScenarioError
 from tracesim.megatron import import_megatron
 from tracesim.megatron.argument_table import APPROXIMATED, REFUSED
 from tracesim.megatron.layer_patterns import layer_numbers
@@ -229,7 +228,48 @@ def test_no_argument_is_both_refused_and_priced_as_something_else():
     assert not set(APPROXIMATED) & set(REFUSED)
 
 
-def test_several_refused_arguments_are_told_each_with_its_reason():
-    with pytest.raises(ScenarioError) as caught:
-        import_megatron({**GPT, "img-h": 336, "patch-dim": 14}, "h100-sxm")
-    assert str(caught.value).count("the vision encoder stands in code of its own") == 2
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"img-h": 336, "freeze-ViT": True},
+            "--img-h 336, --freeze-ViT: the vision encoder stands in code of its own; --leave-out with each name",
+        ),
+        # What belongs to a refused argument is not told beside it.
+        (
+            {"flextron": True, "tau-init": 1.0},
+            "--flextron: a router that changes the width of layers has no rule",
+        ),
+    ],
+)
+def test_arguments_refused_for_one_reason_are_one_problem(changes, line):
+    text = problems_of(changes)
+    assert text.splitlines()[0] == "the argument list has a problem:"
+    assert line in text
+
+
+DEEPSPEED_EXPERTS = {"deepspeed": True, "num-experts": 8, "moe-expert-parallel-size": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (1, 1.0, [False, True, False, True])),
+        ({"expert-interval": 1, "topk": 2}, (2, 1.0, [True, True, True, True])),
+        ({"moe-train-capacity-factor": 1.5}, (1, 1.5, [False, True, False, True])),
+        ({"disable-moe-token-dropping": True}, (1, None, [False, True, False, True])),
+    ],
+)
+def test_experts_of_deepspeed(changes, expected):
+    scenario = scenario_of({**DEEPSPEED_EXPERTS, **changes}, world_size=4)
+    model, libraries = scenario.model, scenario.libraries
+    layers = [model.is_moe_layer(layer) for layer in range(4)]
+    assert (model.moe.top_k, model.moe.capacity_factor, layers) == expected
+    assert (scenario.parallel.ep, scenario.parallel.ep_dispatcher) == (4, "alltoall")
+    assert (libraries.transformer_engine, libraries.nan_checks) == (False, False)
+
+
+def test_one_expert_of_deepspeed_is_an_mlp_and_several_numbers_are_refused():
+    assert scenario_of({**DEEPSPEED_EXPERTS, "num-experts": 1}).model.moe is None
+    text = problems_of({**DEEPSPEED_EXPERTS, "num-experts": ["64", "128"]})
+    assert "layers with different numbers of experts have no rule" in text

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
 import yaml
 
+from ..errors import ScenarioError
 from ..megatron import ImportedScenario, import_megatron, read_launch_file
 from ..output import atomic_write
 from ..scenario import load_scenario
@@ -35,6 +37,13 @@ from .printing import print_json
     metavar="ARGUMENT",
     help="Import without an argument that is not known or not simulated; may be repeated.",
 )
+@click.option(
+    "--variable",
+    "variables",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Variable that FILE uses and does not set (1 is a script's first argument); may be repeated.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE.yaml")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print scenario, assumptions and ignored arguments as JSON."
@@ -47,6 +56,7 @@ def import_megatron_command(
     bert: bool,
     attention: str,
     leave_out: tuple[str, ...],
+    variables: tuple[str, ...],
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -54,20 +64,22 @@ def import_megatron_command(
 
     FILE is a YAML or JSON of arguments, or a launch script with --flags. Without -o the scenario is printed.
     """
-    launch = read_launch_file(file)
+    launch = read_launch_file(file, _given(variables))
     imported = import_megatron(
         launch.arguments,
         hardware,
         world_size=gpus,
+        launched=launch.gpus,
         vocab_size=vocab_size,
         environment=launch.environment,
-        is_bert=bert,
+        is_bert=bert or launch.script == "pretrain_bert.py",
         default_backend=attention,
         leave_out=leave_out,
         name=file.stem,
     )
     # What cannot be simulated is said now, not when the file is used.
     load_scenario(imported.mapping)
+    imported = replace(imported, assumed=(*launch.assumed, *imported.assumed))
     text = _yaml(imported, file)
     if output is not None:
         with atomic_write(output) as stream:
@@ -87,6 +99,19 @@ def import_megatron_command(
         click.echo(f"wrote {output}")
         for line in imported.assumed:
             click.echo(f"assumed: {line}")
+
+
+def _given(variables: tuple[str, ...]) -> dict[str, str]:
+    """Variables by name.
+
+    Raises:
+        ScenarioError: if one is not NAME=VALUE.
+    """
+    pairs = [text.partition("=") for text in variables]
+    for name, equals, _ in pairs:
+        if not equals or not (name.isidentifier() or name.isdecimal()):
+            raise ScenarioError(f"--variable {name}: must be NAME=VALUE, such as TP=8")
+    return {name: value for name, _, value in pairs}
 
 
 def _yaml(imported: ImportedScenario, file: Path) -> str:

@@ -32,6 +32,7 @@ _ROUTING = r"""
     | moe-router-topk-scaling-factor | moe-router-force-load-balancing | moe-router-quantile-.* | moe-.*-log.*
     | moe-per-layer-logging | moe-routing-trace-.* | moe-enable-routing-replay | moe-use-upcycling
     | moe-upcycling-.* | moe-pad-experts-for-cuda-graph-inference | moe-eval-capacity-factor
+    | enable-shared-expert | num-shared-experts
 """
 _CHECKPOINTS = r"""
       use-checkpoint-.* | ckpt-.* | .*ckpt-.* | auto-detect-ckpt-format | async-save | async-strategy
@@ -200,6 +201,7 @@ REFUSED = {
     "encoder-.*|decoder-num-layers|decoder-seq-length|pipeline-model-parallel-split-rank": (
         "models with an encoder and a decoder have no rule"
     ),
+    "attention-sink-k": "tokens that every token attends to have no rule",
     "relative-attention-.*": "relative position biases have no rule",
     "img-.*|patch-dim|vision-.*|swin-.*|num-classes|num-channels|freeze-.*|language-model-(type|checkpoint)"
     "|total-seq-length|mask-type|mask-factor|iter-per-epoch|disable-vision-class-token"
@@ -251,6 +253,8 @@ REFUSED = {
 
 
 _NEEDS = {
+    "binary-mask|soft-mask|hard-sample-th|router-.*|original-model-sample-prob|tau-.*|loss-alpha|budget-.*|.*-int-list"
+    "|linear-scaler-.*|slice": ("flextron",),
     r"moe-.*|num-experts-per-.*|expert-model-parallel-size|expert-tensor-parallel-.*|overlap-moe-.*|use-tutel"
     r"|moe-router-.*|expert-gtp-.*|overlap-dispatch-.*|ep-overlap-.*|expert-interval|topk": ("num-experts",),
     "mamba-.*|disable-mamba-mem-eff-path|use-mamba-mem-eff-path": (
@@ -289,6 +293,10 @@ _NEEDS = {
         "use-custom-fsdp",
     ),
     "wgrad-deferral-limit": ("defer-embedding-wgrad-compute",),
+    "varlen-.*|pad-packed-.*|no-pad-packed-.*|thd-.*|cp-partition-mode": (
+        "use-varlen-dataset",
+        "sequence-packing-scheduler",
+    ),
     "mhc-.*|num-residual-streams": ("enable-mhc-connections", "enable-hyper-connections"),
     "dsa-.*|csa-.*|no-dsa-.*": ("experimental-attention-variant", "hybrid-layer-pattern"),
 }

@@ -10,7 +10,12 @@ from typing import Any
 _NONE_IS_A_WORD = ("position-embedding-type", "moe-router-load-balancing-type")
 """Arguments of which ``none`` is a choice."""
 _VARIABLE = re.compile(r"\$\{?(\w+)")
+_MOST_SHOWN = 6
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off", "none", "null")
+
+
+class UnsetVariable(str):
+    """A variable that nothing sets, in the place of a value: a switch may stand before it."""
 
 
 def argument_name(key: object) -> str:
@@ -44,9 +49,11 @@ class Arguments:
         value = self.values.get(name)
         return None if value is False else value
 
-    def imply(self, name: str) -> None:
-        """Set a switch that another argument implies."""
-        self.values = {**self.values, name: True}
+    def imply(self, implied: Mapping[str, Any]) -> None:
+        """Set arguments that others imply; what is given itself stays, unless it is implied to be none."""
+        given = {name: value for name, value in self.values.items() if implied.get(name, "") is not None}
+        self.values = {**implied, **{name: value for name, value in given.items() if value is not None}}
+        self.asked.update(implied)
 
     def given(self, name: str) -> bool:
         """Whether an argument is given at all."""
@@ -55,7 +62,7 @@ class Arguments:
     def flag(self, name: str) -> bool:
         """Whether a switch is set."""
         value = self.get(name)
-        if value not in (None, True):
+        if value not in (None, True) and not isinstance(value, UnsetVariable):
             self._refuse_value(name, "is a switch, it takes no value")
         return value is not None
 
@@ -126,15 +133,18 @@ class Arguments:
             reason = f"{called} is set nowhere in the file; say it with --variable {called}=..."
         self.refuse(name, reason)
 
-    def refuse(self, name: str, reason: str) -> None:
-        """Note that an argument cannot be simulated as it is."""
-        value = self.values.get(name)
-        shown = "" if value is True else f" {str(value)[:60]}"
-        self.problems.append(f"--{name}{shown}: {reason}")
+    def refuse(self, names: str | list[str], reason: str) -> None:
+        """Note that an argument, or several for one reason, cannot be simulated as they are."""
+        shown = []
+        for name in [names] if isinstance(names, str) else names:
+            value = self.values.get(name)
+            shown.append(f"--{name}" + ("" if value is True else f" {str(value)[:60]}"))
+        more = f" and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
+        self.problems.append(f"{', '.join(shown[:_MOST_SHOWN])}{more}: {reason}")
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, str):
+    if isinstance(value, str) and not isinstance(value, UnsetVariable):
         # A shell may leave quotes around what was quoted twice.
         word = value.strip().strip("'\"")
         if word.lower() in _YES:

@@ -67,7 +67,7 @@ def read_hybrid(arguments: Arguments) -> HybridLayers | None:
     if _ALL_LATENT in text and "*" not in text:
         # A letter of its own for latent attention, which all attention of a model here is or is not.
         text = text.replace(_ALL_LATENT, "*")
-        arguments.imply("multi-latent-attention")
+        arguments.imply({"multi-latent-attention": True})
     main, *heads = text.replace(" ", "").split("/")
     found = HybridLayers(tuple(main.split("|")), heads[0] if heads else head, len(heads) or _heads(arguments))
     wrong = sorted(set(main + "".join(heads)) - set(_LETTERS) - {"|"})
@@ -161,6 +161,7 @@ def hybrid_fields(arguments: Arguments, hybrid: HybridLayers, hidden: int) -> Ma
     }
     if "M" in hybrid.pattern + hybrid.head:
         fields["state_space"] = space
+    delta_net = delta_net_sizes(arguments)
     if "G" in hybrid.pattern + hybrid.head:
-        fields["delta_net"] = delta_net_sizes(arguments)
+        fields["delta_net"] = delta_net
     return fields

@@ -6,6 +6,7 @@ Source: Megatron-LM ``training/arguments.py``, ``moe_freq_type``.
 from __future__ import annotations
 
 import ast
+import warnings
 
 _LONGEST_TEXT, _MOST_LAYERS = 10_000, 100_000
 
@@ -15,7 +16,10 @@ def layer_numbers(text: str) -> list[int] | None:
     if len(text) > _LONGEST_TEXT:
         return None
     try:
-        found = _value(ast.parse(text.strip(), mode="eval").body)
+        with warnings.catch_warnings():
+            # Of text that is no expression Python may warn before it refuses it.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            found = _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return found if isinstance(found, list) else None

@@ -89,10 +89,13 @@ def model_mapping(
 
 
 def layer_count(arguments: Arguments) -> int:
-    """Layers; ``--encoder-num-layers`` is another name for them where there is no decoder beside."""
-    other = "encoder-num-layers"
-    alone = not arguments.given("num-layers") and not arguments.values.get("decoder-num-layers")
-    return arguments.required(other if alone and arguments.values.get(other) else "num-layers")
+    """Layers; ``--encoder-num-layers`` is another name for them where there is no decoder beside, which is refused."""
+    both = "decoder-num-layers" in arguments.values
+    name = arguments.first_given("num-layers", "encoder-num-layers")
+    if both and name != "num-layers":
+        arguments.asked.discard(name)
+        return 1
+    return arguments.required(name)
 
 
 def _activation(arguments: Arguments, *, is_bert: bool) -> str:

@@ -43,7 +43,9 @@ _IMPLEMENTATIONS = {"transformer_engine": "transformer_engine", "local": "local"
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def parallel_mapping(arguments: Arguments, world_size: int | None) -> dict[str, Any]:
+def parallel_mapping(
+    arguments: Arguments, world_size: int | None, launched: int | None = None
+) -> dict[str, Any]:
     """The ``parallel`` section; the data-parallel degree is what is left of ``world_size``."""
     tp = (
         arguments.count(
@@ -58,7 +60,7 @@ def parallel_mapping(arguments: Arguments, world_size: int | None) -> dict[str, 
     cp = arguments.count("context-parallel-size", 1) or 1
     experts = _expert_plan(arguments, tp)
     block = tp * pp * cp
-    ranks = world_size or arguments.count("world-size") or _fewest_ranks(tp * cp, pp, experts)
+    ranks = world_size or arguments.count("world-size") or _ranks(arguments, tp * cp, pp, experts, launched)
     if ranks % block:
         arguments.problems.append(
             f"tp * pp * cp = {tp} * {pp} * {cp} = {block} does not divide {ranks} GPUs; nearest: "
@@ -100,9 +102,17 @@ def _expert_plan(arguments: Arguments, tp: int) -> dict[str, Any]:
     }
 
 
-def _fewest_ranks(replica: int, pp: int, experts: Mapping[str, Any]) -> int:
-    """The least number of GPUs on which all groups of a stage are whole; ``replica`` is tp * cp."""
-    return math.lcm(replica, experts.get("ep", 1) * experts.get("etp", 1)) * pp
+def _ranks(
+    arguments: Arguments, replica: int, pp: int, experts: Mapping[str, Any], launched: int | None
+) -> int:
+    """GPUs that are started, else the fewest on which all groups of a stage are whole; ``replica`` is tp * cp."""
+    fewest = math.lcm(replica, experts.get("ep", 1) * experts.get("etp", 1)) * pp
+    if launched is None or launched % fewest == 0:
+        return launched or fewest
+    arguments.assumed.append(
+        f"the launcher starts {launched} GPUs, which the plan does not fit: the {fewest} it needs; --gpus says more"
+    )
+    return fewest
 
 
 def _zero(arguments: Arguments) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +11,16 @@ from typing import Any
 
 from ..errors import ScenarioError
 from ..yaml_reading import describe_type, parse_yaml
+from .launch_command import argument_value, chosen_command
+from .shell import walk_script
+from .shell_words import ShellSyntaxError
 
 _MAX_BYTES = 1 << 20
 _ARGUMENT_KEYS = ("MODEL_ARGS", "megatron_args_full", "megatron_args")
 _ENVIRONMENT_KEYS = ("ENV_VARS", "env")
-_ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)$")
 _VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
-_NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
+_PARTS = {"language_model", "model_parallel"}
+"""Sections of a ``--yaml-cfg`` file."""
 
 
 @dataclass(frozen=True)
@@ -27,28 +29,34 @@ class LaunchFile:
 
     arguments: dict[str, Any]
     environment: dict[str, str] = field(default_factory=dict)
+    script: str = ""
+    """The training script that is run, where the file says it."""
+    gpus: int | None = None
+    """GPUs that the launcher starts, where the file says it."""
+    assumed: tuple[str, ...] = ()
+    """Choices that the file alone does not settle, and what was taken."""
 
 
-def read_launch_file(path: Path) -> LaunchFile:
+def read_launch_file(path: Path, variables: Mapping[str, str] | None = None) -> LaunchFile:
     """Arguments and environment of a launch file.
 
     A YAML or JSON file holds arguments by name, alone or under ``MODEL_ARGS`` beside ``ENV_VARS``, as Megatron-LM's
-    functional tests do. Anything else is read as shell text: flags with their values, ``NAME=value`` assignments,
-    whose variables are put in where flags use them.
+    functional tests do. Anything else is a shell script, whose branches are followed up to the command that trains
+    (``shell``). ``variables`` are set before the file is read; ``1`` is the first argument of a script.
 
     Raises:
         ScenarioError: if there is no such file, or it holds no argument.
     """
-    text = _text(path)
+    text, known = _text(path), dict(variables or {})
     if path.suffix.lower() in (".yaml", ".yml"):
-        return _of_mapping(_mapping(parse_yaml(text, str(path)), path), path)
+        return _of_mapping(_mapping(parse_yaml(text, str(path)), path), path, known)
     if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ScenarioError(f"{path}: cannot be read as JSON: {str(error)[:100]}") from None
-        return _of_mapping(_mapping(document, path), path)
-    return _of_shell(text, path)
+        return _of_mapping(_mapping(document, path), path, known)
+    return _of_shell(text, path, known)
 
 
 def _mapping(document: object, path: Path) -> Mapping[Any, Any]:
@@ -71,76 +79,43 @@ def _text(path: Path) -> str:
         raise ScenarioError(f"{path}: is not a text file") from None
 
 
-def _of_mapping(document: Mapping[Any, Any], path: Path) -> LaunchFile:
+def _of_mapping(document: Mapping[Any, Any], path: Path, variables: Mapping[str, str]) -> LaunchFile:
     held = next((document[key] for key in _ARGUMENT_KEYS if key in document), document)
     environment: object = next((document[key] for key in _ENVIRONMENT_KEYS if key in document), {})
     if not isinstance(held, Mapping) or not held:
         raise ScenarioError(f"{path}: holds no arguments; a mapping such as {{num-layers: 12}} is expected")
+    if set(held) >= _PARTS:
+        raise ScenarioError(
+            f"{path}: is a --yaml-cfg file of Megatron-LM, whose keys are not the arguments of its command line; "
+            "write those in a mapping such as {num-layers: 12}"
+        )
     if not isinstance(environment, Mapping):
         environment = {}
-    arguments = {str(key): value for key, value in held.items() if key not in _ENVIRONMENT_KEYS}
-    return LaunchFile(arguments, {str(key): str(value) for key, value in environment.items()})
+    known = {str(key): str(value) for key, value in environment.items()} | dict(variables)
+    arguments = {
+        str(key): _substituted(value, known) for key, value in held.items() if key not in _ENVIRONMENT_KEYS
+    }
+    return LaunchFile(arguments, {key: str(_substituted(value, known)) for key, value in known.items()})
 
 
-def _of_shell(text: str, path: Path) -> LaunchFile:
-    environment: dict[str, str] = {}
-    arguments: dict[str, Any] = {}
-    for line in _joined_lines(text):
-        assignment = _ASSIGNMENT.match(line)
-        if assignment is not None and not assignment.group(2).lstrip("(\"' \t").startswith("--"):
-            words = _split(assignment.group(2), path)
-            environment[assignment.group(1)] = _substituted(words[0] if words else "", environment)
-        # A variable may hold flags itself.
-        flags = line if assignment is None else assignment.group(2)
-        _collect([_substituted(word, environment) for word in _split(flags, path)], arguments)
-    if not arguments:
-        raise ScenarioError(f"{path}: holds no argument such as --num-layers 12")
-    return LaunchFile(arguments, environment)
+def _substituted(value: object, variables: Mapping[str, str]) -> object:
+    """A value with variables put in, where they are known; a number where that is all it then is."""
+    if not isinstance(value, str) or "$" not in value:
+        return value
+
+    def replacement(match: re.Match[str]) -> str:
+        return variables.get(match.group(1)) or match.group(2) or match.group(0)
+
+    return argument_value(_VARIABLE.sub(replacement, value))
 
 
-def _joined_lines(text: str) -> list[str]:
-    """Lines, those that end in a backslash joined with the next."""
-    return re.sub(r"\\\r?\n", " ", text).splitlines()
-
-
-def _split(line: str, path: Path) -> list[str]:
-    # The parentheses of an array of flags stand alone or at the ends; those of a quoted pattern are kept.
-    cleaned = re.sub(r"^\s*\(|\)\s*$", " ", line) if "$(" not in line else line
+def _of_shell(text: str, path: Path, variables: Mapping[str, str]) -> LaunchFile:
     try:
-        return shlex.split(cleaned, comments=True)
-    except ValueError:
-        # Quotes over several lines: what is between them is read line by line.
-        try:
-            return shlex.split(cleaned.replace('"', " ").replace("'", " "), comments=True)
-        except ValueError as error:
-            raise ScenarioError(f"{path}: {line.strip()[:60]!r} cannot be read: {error}") from None
-
-
-def _substituted(word: str, environment: Mapping[str, str]) -> str:
-    def value(match: re.Match[str]) -> str:
-        return environment.get(match.group(1)) or match.group(2) or match.group(0)
-
-    return _VARIABLE.sub(value, word)
-
-
-def _collect(words: list[str], arguments: dict[str, Any]) -> None:
-    """Flags among words; what follows a flag up to the next is its value or values."""
-    flat = [piece for word in words for piece in (word.split() if word.lstrip().startswith("--") else [word])]
-    flag: str | None = None
-    for word in flat:
-        if word.startswith("--") and len(word) > 2:
-            flag, equals, value = word[2:].partition("=")
-            arguments[flag] = _value(value) if equals else True
-            flag = None if equals else flag
-        elif flag is not None and word and not word.startswith(("$", "&", "|", ">", ";")):
-            held = arguments[flag]
-            new = _value(word)
-            arguments[flag] = new if held is True else [*(held if isinstance(held, list) else [held]), new]
-        else:
-            flag = None
-
-
-def _value(text: str) -> Any:  # noqa: ANN401 - a value of an argument list
-    if not _NUMBER.fullmatch(text):
-        return text
-    return int(text) if text.lstrip("-").isdecimal() else float(text)
+        run = walk_script(text, variables)
+    except ShellSyntaxError as error:
+        raise ScenarioError(f"{path}: cannot be read as a shell script: {error}") from None
+    environment = {name: value for name, value in run.variables.items() if isinstance(value, str)}
+    command = chosen_command(run)
+    if not command.arguments:
+        raise ScenarioError(f"{path}: holds no argument such as --num-layers 12")
+    return LaunchFile(command.arguments, environment, command.script, command.gpus, tuple(run.assumed))
