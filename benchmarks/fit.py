@@ -4,7 +4,7 @@
 a folder of such files, as for ``benchmarks.accuracy``. What is fitted on what, and why, is said by the files of
 ``benchmarks/fits``: :mod:`~benchmarks.fits.clock`, :mod:`~benchmarks.fits.host`, :mod:`~benchmarks.fits.attention`,
 :mod:`~benchmarks.fits.rates` and :mod:`~benchmarks.fits.jitter` on whole steps, :mod:`~benchmarks.fits.kernels` on the
-measured shapes of machine files.
+measured shapes of machine files, :mod:`~benchmarks.fits.scan` on published timings of kernels.
 
 ``--figure contention``: what kernels and steps lose beside communication (:mod:`benchmarks.fit_contention`,
 :mod:`benchmarks.step_pairs`); PATH is the folder that holds ``traces`` and ``measured``.
@@ -31,7 +31,7 @@ from benchmarks.fit_contention import (
     fit_stall,
     residuals,
 )
-from benchmarks.fits import attention, clock, host, jitter, kernels, rates
+from benchmarks.fits import attention, clock, host, jitter, kernels, rates, scan
 from benchmarks.fits.result import Fit
 from benchmarks.kernel_pairs import LEAST_STALL_US, kernel_pairs
 from benchmarks.step_pairs import chunk_pairs, setting_pairs, step_pairs
@@ -46,6 +46,7 @@ FIGURES = (
     jitter.FIGURE,
     *rates.FIGURES,
     *kernels.FIGURES,
+    *scan.FIGURES,
     CONTENTION,
 )
 """What ``--figure`` takes."""
@@ -66,6 +67,8 @@ def run_fits(paths: list[Path], machines: list[Path], figure: str) -> list[Fit]:
         fits += rates.fit(paths, figure)
     if figure in ("", *kernels.FIGURES):
         fits += [found for found in kernels.fit(machines) if figure in ("", found.figure)]
+    if figure in ("", *scan.FIGURES):
+        fits += scan.fit(figure)
     return fits
 
 

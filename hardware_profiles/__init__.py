@@ -18,6 +18,7 @@ from .profile import (
     MemoryFigures,
     NetworkFigures,
     ProfileError,
+    ScanFigures,
 )
 from .simumax import import_simumax
 
@@ -34,6 +35,7 @@ __all__ = [
     "MemoryFigures",
     "NetworkFigures",
     "ProfileError",
+    "ScanFigures",
     "import_simumax",
     "list_profiles",
     "load_profile",

@@ -242,7 +242,8 @@ def _plain_record(record: object, path: str, sources: Mapping[str, str]) -> dict
     for field in fields(typing.cast(Any, record)):
         value = getattr(record, field.name)
         here = f"{path}{field.name}"
-        if has_default(field) and value == default_of(field) and here not in sources:
+        named = any(source == here or source.startswith(f"{here}.") for source in sources)
+        if has_default(field) and value == default_of(field) and not named:
             continue
         if is_dataclass(value):
             plain[field.name] = _plain_record(value, f"{here}.", sources)

@@ -81,6 +81,21 @@ class AttentionFigures:
     """Rate of FlashAttention-2 over that of the machine's best kernel; 0 where it is not known."""
     flash_1_ratio: float = 0.0
     """Rate of the first FlashAttention (and its Triton version) over the best kernel's; 0 where it is not known."""
+    small_head_ratio: float = 1.0
+    """Efficiency of the best kernel at heads of 64 over that at 128: half the products for each exponential."""
+
+
+@dataclass(frozen=True)
+class ScanFigures:
+    """How fast chunked scans run (state spaces, delta rules), whose kernels multiply between much else.
+
+    The defaults are those of the H100.
+    """
+
+    efficiency: float = 0.085
+    """Share of the dense peak that their products reach, with the decays, masks and copies in between."""
+    step_us: float = 1.16
+    """One chunk of a pass that goes through a sequence chunk by chunk."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +251,7 @@ class HardwareProfile:
     network: NetworkFigures
     host: HostFigures
     sources: Mapping[str, str]
+    scan: ScanFigures = ScanFigures()
     training_clock_ratio: float = 1.0
     """Clock under a sustained training step over the clock in back-to-back runs of one kernel, in which the GEMM and
     attention figures and measured shapes are taken: power limits it when all of the chip works."""

@@ -69,6 +69,16 @@ class MemoryShape:
 
 
 @dataclass(frozen=True)
+class ScanShape:
+    """A kernel of a chunked scan, given by its FLOPs and traffic.
+
+    ``steps``: chunks that it goes through one after the other; 0 where it runs all at once.
+    """
+
+    steps: int = 0
+
+
+@dataclass(frozen=True)
 class HostCopyShape:
     """``copies`` asynchronous copies between a device and pinned memory of its host, one behind the other."""
 
@@ -116,7 +126,14 @@ class ExchangeShape:
 
 
 Shape: TypeAlias = (
-    GemmShape | AttentionShape | MemoryShape | HostCopyShape | HostUpdateShape | ExchangeShape | None
+    GemmShape
+    | AttentionShape
+    | MemoryShape
+    | ScanShape
+    | HostCopyShape
+    | HostUpdateShape
+    | ExchangeShape
+    | None
 )
 
 

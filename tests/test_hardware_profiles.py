@@ -24,6 +24,7 @@ from hardware_profiles import (
     MemoryFigures,
     NetworkFigures,
     ProfileError,
+    ScanFigures,
     list_profiles,
     load_profile,
     profile_from_mapping,
@@ -392,7 +393,8 @@ profiles = st.builds(
         GemmFigures, st.lists(st.builds(GemmTile, sizes, sizes, shares), min_size=1, max_size=3).map(tuple),
         *[shares, shares, times, shares, times, shares],
     ),
-    attention=st.builds(AttentionFigures, shares, shares, times, shares),
+    attention=st.builds(AttentionFigures, shares, shares, times, shares, small_head_ratio=shares),
+    scan=st.builds(ScanFigures, shares, times),
     memory=st.builds(MemoryFigures, positive, positive, shares, shares, shares, times, times),
     network=st.builds(NetworkFigures, sizes, links, links, times, st.booleans(), st.integers(0, 100)),
     host=st.builds(HostFigures, times),
@@ -413,6 +415,7 @@ profiles = st.builds(
 def test_what_is_written_reads_back_equal(profile, source, tmp_path_factory):
     present = {"sm_count", "peak_tflops", "gemm", "attention", "memory", "network", "host"}
     present |= {"compute_capability"} if profile.compute_capability else set()
+    present |= {"scan"} if profile.scan != ScanFigures() else set()
     tables = ("measured_gemms", "measured_attentions", "measured_collectives")
     present |= {table for table in tables if getattr(profile, table)}
     profile = replace(profile, sources=dict.fromkeys(sorted(present), source))

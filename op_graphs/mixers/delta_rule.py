@@ -1,14 +1,15 @@
 """Convolution and chunked gated delta rule of a Gated DeltaNet layer, kernel by kernel.
 
 Sizes: T tokens in chunks of Q = 64, H value heads with keys of K and values of V elements; queries and keys of fewer
-heads are repeated first. A chunk's triangle is fp32 until its inverse, states are in the training dtype. A kernel takes
-the longer of its traffic and its products; that the pass over a sequence's chunks runs one after the other is not seen.
+heads are repeated first. A chunk's triangle is fp32 until its inverse, states are in the training dtype. The two passes
+from state to state go through a sequence's chunks one after the other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..graph import ScanShape
 from ..lowering_context import LoweringContext
 from ..program import ProgramBuilder, Tensor
 from ..vocabulary import OpKind
@@ -24,6 +25,8 @@ class DeltaSizes:
 
     tokens: int
     chunks: int
+    chunks_of_one: int
+    """Chunks of one sequence, whose states follow from one another."""
     chunk: int
     heads: int
     """Value heads."""
@@ -42,6 +45,7 @@ class DeltaSizes:
         return cls(
             tokens=context.tokens,
             chunks=training.micro_batch_size * -(-training.seq_len // chunk),
+            chunks_of_one=-(-training.seq_len // chunk),
             chunk=chunk,
             heads=net.value_heads // context.tp,
             key_heads=net.key_heads // context.tp,
@@ -142,10 +146,16 @@ class _Kernels:
         self._dtype = context.dtype
         self.sizes = sizes
 
-    def rule(self, name: str, read: float, written: float, flops: float = 0.0) -> int:
-        """One kernel of the rule."""
+    def rule(self, name: str, read: float, written: float, flops: float = 0.0, steps: int = 0) -> int:
+        """One kernel of the rule; ``steps`` are the chunks that it goes through one after the other."""
         return self._builder.compute(
-            f"gdn_{name}", OpKind.SCAN, read=read, written=written, flops=flops, dtype=self._dtype
+            f"gdn_{name}",
+            OpKind.SCAN,
+            read=read,
+            written=written,
+            flops=flops,
+            shape=ScanShape(steps),
+            dtype=self._dtype,
         )
 
     def moves(
@@ -177,7 +187,9 @@ class _Kernels:
             "new_keys_values", key + value + sizes.triangle_bytes, key + value, sizes.inside(1, 1)
         )
         live = [builder.temporary("gdn_new_keys_values", key + value, row)]
-        row = self.rule("states", 2 * key + value, sizes.state_bytes + value, sizes.across(2))
+        row = self.rule(
+            "states", 2 * key + value, sizes.state_bytes + value, sizes.across(2), sizes.chunks_of_one
+        )
         live.append(builder.temporary("gdn_states", sizes.state_bytes + value, row))
         return row, live
 
@@ -291,7 +303,9 @@ def _rule_backward(builder: ProgramBuilder, kernels: _Kernels, saved: DeltaSaved
     _, live = kernels.states()
     row = kernels.rule("value_gradient_inside", 2 * key + value, value, sizes.inside(1, 1))
     live.append(builder.temporary("gdn_value_gradient", value, row))
-    row = kernels.rule("state_gradients", 3 * key + 2 * value, state + value, sizes.across(3))
+    row = kernels.rule(
+        "state_gradients", 3 * key + 2 * value, state + value, sizes.across(3), sizes.chunks_of_one
+    )
     live.append(builder.temporary("gdn_state_gradients", state + value, row))
     read = 3 * key + 3 * value + 2 * state
     row = kernels.rule("key_gradients", read, 3 * key, sizes.across(3) + sizes.inside(2, 1))

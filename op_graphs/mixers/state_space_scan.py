@@ -1,8 +1,8 @@
 """Convolution and chunked scan of a Mamba-2 layer, kernel by kernel (mamba_ssm ``ops/triton``, causal_conv1d).
 
 Sizes: T tokens in chunks of Q, H heads of P elements, G groups with states of N. States of a chunk are fp32 where they
-are summed, the rest is in the training dtype; step sizes, their running sums and C B^T are fp32. A kernel takes the
-longer of its traffic and its products; each tensor is read once by each kernel that needs it.
+are summed, the rest is in the training dtype; step sizes, their running sums and C B^T are fp32. Each tensor is read
+once by each kernel that needs it.
 """
 
 from __future__ import annotations

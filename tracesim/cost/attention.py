@@ -1,11 +1,13 @@
 """Duration of fused (flash) attention: the work really done over one efficiency, plus what does not scale.
 
 Work counts only the query-key pairs that a causal mask or a sliding window leaves, and the products a kernel runs:
-two forward (scores, values), five backward (the scores again and four gradients). The efficiency of the backward and
-of heads whose query and value sizes differ are ratios to the forward efficiency at equal head sizes.
+two forward (scores, values), five backward (the scores again and four gradients). The efficiency of the backward, of
+heads whose query and value sizes differ, and of heads of 64 are ratios to the forward efficiency at heads of 128. Whole
+tiles are computed: a window costs the keys of one tile more than it has, which the causal diagonal does too (that is in
+the efficiency).
 
-Left out: block waste at the causal diagonal, the tail of the longest query tile (it hides in the fixed cost), splits
-along the keys for few heads. The generation of the kernel is a ratio of its own.
+Left out: the tail of the longest query tile (it hides in the fixed cost), splits along the keys for few heads. The
+generation of the kernel is a ratio of its own.
 
 The algorithm is Dao, "FlashAttention-2" (arXiv:2307.08691).
 """
@@ -17,6 +19,12 @@ from op_graphs.graph import AttentionShape
 
 CALIBRATED_HEAD_SIZE = 128
 """Smallest head size among the rows the efficiencies are fitted on."""
+
+SMALL_HEAD_SIZE = 64
+"""Head size of ``small_head_ratio``; between the two the efficiency is taken as linear, and below as constant."""
+
+KEY_TILE = 128
+"""Keys that a kernel computes at once (FlashAttention-3 and cuDNN at heads up to 128)."""
 
 CALIBRATED_LENGTH = 2048
 """Key length below which fixed costs and idle SMs dominate and the rows say nothing."""
@@ -41,8 +49,10 @@ def attention_ns(
         efficiency *= figures.backward_ratio
     if shape.head_size != shape.value_head_size:
         efficiency *= figures.wide_head_ratio
-    efficiency *= kernel_ratio(shape.kernel, figures)
+    efficiency *= kernel_ratio(shape.kernel, figures) * _head_ratio(shape, figures)
     work = flops or attention_flops(shape)
+    if 0 < shape.window < shape.key_length:
+        work *= 1 + KEY_TILE / shape.window
     return figures.fixed_us * 1e3 + work / (peak_flop_per_ns * efficiency)
 
 
@@ -59,6 +69,15 @@ def kernel_ratio(kernel: str, figures: AttentionFigures) -> float:
             f"the hardware profile does not say how fast {kernel} runs; set attention.{name}_ratio in it, or use flash"
         )
     return ratio
+
+
+def _head_ratio(shape: AttentionShape, figures: AttentionFigures) -> float:
+    """Efficiency at the head size of a shape over that at 128, of the machine's best kernel."""
+    if shape.kernel != "flash":
+        return 1.0
+    head = max(shape.head_size, shape.value_head_size, SMALL_HEAD_SIZE)
+    missing = max(CALIBRATED_HEAD_SIZE - head, 0) / (CALIBRATED_HEAD_SIZE - SMALL_HEAD_SIZE)
+    return 1 - missing * (1 - figures.small_head_ratio)
 
 
 def attention_flops(shape: AttentionShape) -> float:

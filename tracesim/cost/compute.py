@@ -16,6 +16,7 @@ from op_graphs.graph import (
     HostUpdateShape,
     MemoryShape,
     OpGraph,
+    ScanShape,
     Shape,
 )
 from op_graphs.vocabulary import DType, OpKind
@@ -25,6 +26,7 @@ from .distinct import distinct_rows
 from .gemm import figures_for, gemm_ns, is_aligned, multi_stream_gemm_ns
 from .host_memory import host_copy_ns, host_update_ns
 from .memory_bound import ACCESS_OF_KIND, achieved_bandwidth, memory_bound_ns
+from .scan import scan_ns
 
 NANOSECONDS_PER_MICROSECOND = 1e3
 FREE_KINDS = frozenset({OpKind.HOST, OpKind.ANNOTATION})
@@ -271,7 +273,16 @@ class ComputeCost:
             peak = self.peak_flop_per_ns(shape.dtype, sm_count)
             if not is_calibrated(shape):
                 provenance = Provenance.EXTRAPOLATED
-            return max(attention_ns(shape, self.profile.attention, peak, flops), floor_ns), provenance
+            time_ns = attention_ns(shape, self.profile.attention, peak, flops)
+            return max(time_ns, traffic / achieved_bandwidth(memory, "stream"), floor_ns), provenance
+        if isinstance(shape, ScanShape) or kind == OpKind.SCAN:
+            bandwidth = achieved_bandwidth(memory, "stream")
+            steps = shape.steps if isinstance(shape, ScanShape) else 0
+            peak = self.peak_flop_per_ns(dtype, sm_count) if flops else 1.0
+            time_ns = scan_ns(
+                self.profile.scan, peak, bandwidth, flops=flops, traffic_bytes=traffic, steps=steps
+            )
+            return floor_ns + time_ns, Provenance.EXTRAPOLATED if flops else provenance
         time_ns = memory_bound_ns(MemoryShape(ACCESS_OF_KIND.get(kind, "stream")), memory, traffic)
         if flops and kind in MULTIPLYING_KINDS:
             rate = self.peak_flop_per_ns(dtype, sm_count) * self.profile.gemm.sustained_efficiency
