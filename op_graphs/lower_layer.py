@@ -85,7 +85,7 @@ def layer_forward(
     ``keep_input`` keeps the layer's input even where the builder keeps no activations (a recomputed layer keeps
     just that).
     """
-    builder.layer = layer
+    builder.layer, context = layer, context.of_layer(layer)
     name = context.model.mixer(layer)
     mixer: _MixerSaved | None = None
     feed_forward: _FeedForwardSaved | None = None
@@ -216,7 +216,7 @@ def layer_backward(
     builder: ProgramBuilder, context: LoweringContext, layer: int, saved: LayerSaved, gradient: Tensor
 ) -> Tensor:
     """Emit the backward pass of a layer; takes the gradient of its output, returns the gradient of its input."""
-    builder.layer = layer
+    builder.layer, context = layer, context.of_layer(layer)
     if saved.feed_forward is not None:
         again = saved.mixer is not None and context.recomputes(Part.RESIDUAL)
         gradient = _feed_forward_block_backward(

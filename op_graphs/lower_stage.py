@@ -46,6 +46,7 @@ from .lowering_context import LoweringContext
 from .offload_activations import LAYER, begin_backward, begin_part, offload
 from .overlap.registry import GRADIENTS, PARAMETERS
 from .parameters import ParameterTensor, parameters_on_stage
+from .precision import mark_unquantized
 from .program import Program, ProgramBuilder, Tensor
 from .recompute import recomputed_layers
 from .unit_communication import GradientReduction, ShardedWeights
@@ -139,6 +140,7 @@ def lower_chunk(context: LoweringContext, chunk: Chunk, *, splits_backward: bool
         etp=context.parallel.etp,
     )
     parameters = with_adapters(parameters, context.model, context.training.lora, context.tp)
+    parameters = mark_unquantized(parameters, context.training, context.model.layers)
     rules = DataParallelism(context)
     in_backward = GRADIENTS.chosen(context.overlap.grad_reduce).in_backward
     in_forward = PARAMETERS.chosen(context.overlap.param_gather).in_forward

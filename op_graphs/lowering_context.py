@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .graph_names import GraphNames
 from .imbalance import BALANCED, RankLoad
@@ -41,6 +41,12 @@ class LoweringContext:
     """Whether the layer that is lowered runs again, up to the last thing that its backward pass reads."""
     backward_at_once: bool = False
     """Whether each backward pass of this chunk comes right behind its forward pass."""
+
+    def of_layer(self, layer: int) -> LoweringContext:
+        """The context of a layer: without the recipe where the layer stays out of it."""
+        if self.recipe is None or self.module_prefix or not self.training.in_bf16(layer, self.model.layers):
+            return self
+        return replace(self, recipe=None)
 
     def recomputes(self, part: Part) -> bool:
         """Whether a part of every layer runs again in backward."""

@@ -37,6 +37,8 @@ class ParameterTensor:
     """Whether the tensor belongs to a routed expert: its gradient is summed over the expert-data-parallel group."""
     in_vision: bool = False
     """Whether the tensor belongs to the vision encoder of a vision-language model, or to its projector."""
+    in_bf16: bool = False
+    """Whether it belongs to a layer that a low-precision recipe leaves out."""
     frozen: bool = False
     """Whether it is not trained: it has no gradient and no optimizer state."""
 

@@ -186,6 +186,10 @@ class TrainingPlan:
     """Whether weights exist in quantised form only, and are gathered so."""
     fp8_storage: bool = False
     """Whether what stays between forward and backward is kept as DeepSeek-V3 does: in 8 bits, along one axis."""
+    bf16_first_layers: int = 0
+    """Layers at the start of the model whose linears the recipe leaves in ``dtype``."""
+    bf16_last_layers: int = 0
+    """Layers at its end, prediction heads not counted, of which the same holds."""
     fp8_dispatch: bool = False
     """Whether tokens and gradients travel to experts in 8 bits, quantised before they leave."""
     router_padding: bool = False
@@ -218,6 +222,10 @@ class TrainingPlan:
     """None makes every sequence one document of ``seq_len`` tokens."""
     lora: LowRankAdapters | None = None
     """Low-rank adapters beside frozen weights; None trains every weight."""
+
+    def in_bf16(self, layer: int, layers: int) -> bool:
+        """Whether a layer, by its global number, of a model with ``layers`` stays out of the recipe."""
+        return 0 <= layer < self.bf16_first_layers or layers - self.bf16_last_layers <= layer < layers
 
 
 @dataclass(frozen=True)

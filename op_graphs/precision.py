@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .parameters_tensors import ParameterTensor
+from .plan import TrainingPlan
 from .vocabulary import DType
 
 BLACKWELL = 100
@@ -234,7 +235,20 @@ _BF16_WEIGHTS = (
 
 def is_quantized(tensor: ParameterTensor) -> bool:
     """Whether a parameter is the weight of a linear that the recipes quantise."""
-    return tensor.role == "weight" and len(tensor.shape) == 2 and not tensor.name.endswith(_BF16_WEIGHTS)
+    is_matrix = tensor.role == "weight" and len(tensor.shape) == 2
+    return is_matrix and not tensor.in_bf16 and not tensor.name.endswith(_BF16_WEIGHTS)
+
+
+def mark_unquantized(
+    tensors: list[ParameterTensor], training: TrainingPlan, layers: int
+) -> list[ParameterTensor]:
+    """The tensors of a stage of a model with ``layers``, those marked whose layers stay out of the recipe."""
+    return [
+        replace(tensor, in_bf16=True)
+        if not tensor.in_vision and training.in_bf16(tensor.layer, layers)
+        else tensor
+        for tensor in tensors
+    ]
 
 
 def quantized_elements(tensors: list[ParameterTensor]) -> int:

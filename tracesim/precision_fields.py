@@ -74,6 +74,8 @@ def precision_mapping(training: TrainingPlan) -> dict[str, Any]:
         "dtype": "fp8-tensorwise" if delayed else training.recipe or training.dtype.name.lower(),
         "fp8_scaling": "delayed" if delayed else "current",
         "fp8_param_gather": training.fp8_param_gather,
+        "bf16_first_layers": training.bf16_first_layers,
+        "bf16_last_layers": training.bf16_last_layers,
         "fp8_dispatch": training.fp8_dispatch,
         "fp8_storage": training.fp8_storage,
         "router_padding": training.router_padding,
@@ -103,6 +105,8 @@ def check_precision(
         )
     if training.fp8_param_gather:
         _check_gather(dtype, parallel, training, problems)
+    if training.bf16_first_layers or training.bf16_last_layers:
+        _check_bf16_layers(dtype, scaling, model, training, problems)
     if training.fp8_dispatch:
         _check_dispatch(dtype, model, parallel, problems)
     if training.fp8_storage:
@@ -117,6 +121,31 @@ def check_precision(
         _check_widths(dtype, model, parallel, problems)
         _check_rowwise(dtype, model, problems)
     _check_optimizer(parallel, training, problems)
+
+
+def _check_bf16_layers(
+    dtype: str, scaling: str, model: ModelDescription | None, training: TrainingPlan, problems: Problems
+) -> None:
+    first, last = training.bf16_first_layers, training.bf16_last_layers
+    path = f"training.bf16_{'first' if first else 'last'}_layers"
+    if dtype not in LOW_PRECISION:
+        problems.add(
+            path,
+            first or last,
+            f"leaves layers out of a recipe, which dtype {dtype} has none of; leave it out",
+        )
+    elif scaling == "delayed":
+        problems.add(
+            path,
+            first or last,
+            "does not go with scales from earlier steps, as in Megatron-Core; set fp8_scaling: current",
+        )
+    elif model is not None and first + last > model.layers:
+        problems.add(
+            path,
+            first or last,
+            f"with both ends {first + last} layers, the model has {model.layers}; for none quantised set dtype: bf16",
+        )
 
 
 def _check_machine(dtype: str, hardware: HardwareProfile, problems: Problems) -> None:

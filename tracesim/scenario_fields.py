@@ -66,6 +66,14 @@ def _count(default: int, limit: int = 1 << 20) -> FieldRule:
     return FieldRule(f"must be a whole number from 1 to {limit}", lambda v: _is_count(v, limit), default)
 
 
+def _amount(default: int, limit: int = 1 << 20) -> FieldRule:
+    return FieldRule(
+        f"must be a whole number from 0 to {limit}",
+        lambda v: v is not False and (v == 0 or _is_count(v, limit)),
+        default,
+    )
+
+
 def _optional_count(limit: int = 1 << 20) -> FieldRule:
     return FieldRule(
         f"must be a whole number from 1 to {limit}, or null",
@@ -173,6 +181,8 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "dtype": _choice("bf16", DTYPES),
         "fp8_scaling": _choice("current", ("current", "delayed")),
         "fp8_param_gather": _flag(_TRAINING.fp8_param_gather),
+        "bf16_first_layers": _amount(_TRAINING.bf16_first_layers),
+        "bf16_last_layers": _amount(_TRAINING.bf16_last_layers),
         "fp8_dispatch": _flag(_TRAINING.fp8_dispatch),
         "fp8_storage": _flag(_TRAINING.fp8_storage),
         "router_padding": _flag(_TRAINING.router_padding),

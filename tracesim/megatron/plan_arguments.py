@@ -226,10 +226,22 @@ def _precision(arguments: Arguments) -> dict[str, Any]:
         precision |= _FP8.get(recipe, {})
         precision["fp8_param_gather"] = arguments.flag("fp8-param-gather") or arguments.flag("fp8-param")
         arguments.flag("reuse-grad-buf-for-mxfp8-param-ag")
-    if arguments.text("fp4-format"):
+    if arguments.text("fp4-format") or arguments.text("fp4"):
         precision["dtype"] = "nvfp4"
         arguments.text("fp4-recipe")
+        fp8 = "fp4"
+    ends = {
+        f"bf16_{end}_layers": _layers_in_bf16(arguments, f"num-layers-at-{place}-in-bf16")
+        for end, place in (("first", "start"), ("last", "end"))
+    }
+    if arguments.flag("first-last-layers-bf16") and fp8:
+        precision |= ends
     return precision
+
+
+def _layers_in_bf16(arguments: Arguments, name: str) -> int:
+    """Layers at an end of the model: 1 where nothing is said, and 0 is none."""
+    return 0 if str(arguments.get(name)) == "0" else arguments.count(name, 1) or 1
 
 
 def _optimizer_types(arguments: Arguments) -> dict[str, str]:
