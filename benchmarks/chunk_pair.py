@@ -81,6 +81,8 @@ def deepseek(*, jitter: bool = True, **overlap: bool) -> Scenario:
                 "dtype": "fp8-blockwise", "fp8_dispatch": True, "fp8_storage": True,
                 "recompute": {"modules": ["layernorm", "mla_up_proj", "moe_act"]},
             },
+            # Its passes are written by hand: no kernel copies what was made again, as Megatron-Core's checkpoints do.
+            "libraries": {"checkpoints": False},
             "overlap": {"ep": True, "reserved_sms": 20, **overlap},
         }
     )  # fmt: skip
@@ -96,6 +98,7 @@ def pair_graph(scenario: Scenario) -> OpGraph:
         parallel=scenario.parallel,
         training=scenario.training,
         overlap=scenario.overlap,
+        libraries=scenario.libraries,
         names=names,
         rank=loads.rank(scenario.parallel, 0, "most"),
         copy_rank=None,

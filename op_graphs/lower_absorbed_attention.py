@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .graph import GemmShape
+from .lower_checkpoint import dropped, host_enters, host_runs_again, restored
 from .lower_core_attention import AttentionSizes
 from .lower_latent_attention import (
     LatentPath,
@@ -48,6 +49,8 @@ class AbsorbedSaved:
     up_output: Tensor | None
     """Queries before the keys' up-projection; None where they are recomputed."""
     up_recomputed: bool
+    made_again: Tensor | None = None
+    """What attention reads as it was made again in the backward program that is lowered, beside its copy."""
 
     def tensors(self) -> list[Tensor]:
         """What lies between the norm's output and what attention reads."""
@@ -149,6 +152,8 @@ def absorbed_projections_forward(
     )
     builder.forget_unless_kept(up_output, builder.last_row)
     builder.keep_activations = keep
+    if up_recomputed:
+        host_enters(builder, context)
     if query is None and not keep_input:
         builder.release(normalized, builder.last_row)
     for path in (query, key_value):
@@ -218,6 +223,10 @@ def recompute_absorbed(
     source = normalized if saved.query is None else saved.query.normalized
     saved.up_output, qkv = _absorbed(builder, context, layer, source, saved.key_value, keep_input=True)
     builder.phase = phase
+    host_runs_again(builder, context)
+    saved.made_again = restored(
+        builder, context, Part.LATENT_UP_PROJECTIONS, "qkv", builder.size_of(qkv), outputs=2
+    )
     return qkv
 
 
@@ -261,6 +270,8 @@ def absorbed_projections_backward(
     kv_gradient = path_behind_norm_backward(
         builder, context, layer, "kv", saved.key_value, d_latent, normalized
     )
+    dropped(builder, saved.made_again)
+    saved.made_again = None
     if saved.up_recomputed:
         builder.release(saved.key_value.normalized, builder.last_row)
     hidden = context.hidden_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from .context_parallel.algorithm import CoreSaved
 from .context_parallel.registry import ALGORITHMS
+from .lower_checkpoint import host_enters, host_runs_again
 from .lower_core_attention import AttentionSizes, kernel_backward, kernel_forward
 from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
@@ -27,6 +28,7 @@ def core_forward(
     saved, output = _forward(builder, context, sizes, qkv, keep)
     row = builder.end_row
     if recomputed:
+        host_enters(builder, context)
         _release_inside(builder, saved, qkv, output, row)
         return CoreSaved(qkv, output, recomputed=True), output
     if saved.switch_row >= 0:
@@ -51,6 +53,7 @@ def core_backward(
         phase, builder.phase = builder.phase, Phase.RECOMPUTE
         state, output = _forward(builder, context, sizes, saved.qkv, True)
         builder.phase = phase
+        host_runs_again(builder, context)
         builder.release(output, builder.end_row)
         if state.output == output:
             state = CoreSaved(saved.qkv, saved.output, state.inner)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from .cuda_graphs import captures_experts, captures_router
 from .dispatchers import DISPATCHERS, Dispatcher, RoutedSizes, kept_bytes
 from .linear import Linear, is_quantized_linear
+from .lower_checkpoint import dropped, host_enters, host_runs_again, is_checkpoint, restored
 from .lower_expert_activation import (
     Activated,
     activate,
@@ -78,6 +79,8 @@ def experts_forward(
             builder, context, layer, normalized, keep_copy=keep_input
         )
         builder.keep_activations = keep
+        if keep and context.recomputes(Part.SHARED_EXPERTS):
+            host_enters(builder, context)
     latent = into_latent(builder, context, layer, normalized, keep_input=keep_input)
     builder.capture(captures_experts(context))
     expert_input = dispatcher.dispatch(builder, context, sizes, "dispatch")
@@ -273,6 +276,8 @@ def _expert_linears_forward(
             builder.release(tensor, row)
         else:
             builder.forget_unless_kept(tensor, row)
+    if recomputed and is_checkpoint(context, Part.EXPERT_ACTIVATION):
+        host_enters(builder, context)
     offload(builder, context, layer, "moe_act", [fc1_output])
     output = add_bias(builder, context, sizes, output)
     builder.module = "mlp"
@@ -345,6 +350,7 @@ def _shared_backward(
     kept = saved.shared
     if context.recomputes(Part.SHARED_EXPERTS):
         kept = recompute_mlp(builder, context, mlp, normalized)
+        host_runs_again(builder, context)
     assert kept is not None
     if context.experts.shared_gate:
         row = builder.memory_bound(
@@ -378,12 +384,18 @@ def _expert_linears_backward(
         elements = float(sizes.rows * fc1.outputs)
         width = context.recipe.activation_bytes
         fc1_output = restore(builder, context, "expert_fc1_output", elements, fc1_output, width)
+    again: Tensor | None = None
     if activated is None:
         phase, builder.phase = builder.phase, Phase.RECOMPUTE
         activated = activate(builder, context, sizes)
         builder.phase = phase
+        if is_checkpoint(context, Part.EXPERT_ACTIVATION):
+            host_runs_again(builder, context)
+        size = builder.size_of(activated.fc2_input)
+        again = restored(builder, context, Part.EXPERT_ACTIVATION, "expert_fc2_input", size)
     d_fc2_input = _grouped_backward(builder, context, fc2, sizes, activated.fc2_input, d_output)
     d_fc1 = activate_backward(builder, context, sizes, activated, fc1_output, d_fc2_input)
+    dropped(builder, again)
     end_part(builder, context, layer, "moe_act")
     begin_part(builder, context, layer, "expert_fc1")
     d_input = _grouped_backward(builder, context, fc1, sizes, saved.expert_input, d_fc1)

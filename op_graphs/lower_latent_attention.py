@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .lower_checkpoint import dropped, host_enters, host_runs_again, restored
 from .lower_linear import (
     Linear,
     column_parallel_backward,
@@ -45,6 +46,8 @@ class LatentSaved:
     key_value: LatentPath
     qkv: Tensor
     up_recomputed: bool
+    made_again: Tensor | None = None
+    """q, k and v as they were made again in the backward program that is lowered, beside their copies."""
 
     def tensors(self) -> list[Tensor]:
         """What lies between the norm's output and q, k and v."""
@@ -115,6 +118,8 @@ def latent_projections_forward(
     keep, builder.keep_activations = builder.keep_activations, builder.keep_activations and not up_recomputed
     qkv = _up_projections(builder, context, layer, inputs, keep_query_input=keep_input or query is not None)
     builder.keep_activations = keep
+    if up_recomputed:
+        host_enters(builder, context)
     if query is None and not keep_input:
         builder.release(normalized, builder.last_row)
     for path in (query, key_value):
@@ -219,6 +224,8 @@ def latent_projections_backward(
         q_gradient = path_backward(builder, context, layer, "q", saved.query, up["q"], d_up["q"], normalized)
     else:
         q_gradient = column_parallel_backward(builder, context, up["q"], normalized, d_up["q"])
+    dropped(builder, saved.made_again)
+    saved.made_again = None
     hidden = context.hidden_bytes
     row = builder.memory_bound(
         "latent_gradient_sum", OpKind.ELEMENTWISE, read=2 * hidden, written=hidden, dtype=context.dtype
@@ -280,4 +287,8 @@ def recompute_up_projections(
     inputs = {"q": query, "kv": saved.key_value.normalized}
     qkv = _up_projections(builder, context, layer, inputs, keep_query_input=True)
     builder.phase = phase
+    host_runs_again(builder, context)
+    saved.made_again = restored(
+        builder, context, Part.LATENT_UP_PROJECTIONS, "qkv", _qkv_bytes(context), outputs=3
+    )
     return qkv

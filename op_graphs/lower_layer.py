@@ -16,6 +16,7 @@ from typing import Any
 from . import pointwise
 from .cuda_graphs import captures_mixer, captures_mlp, captures_router
 from .linear_gemms import forward_again
+from .lower_checkpoint import dropped, host_enters, host_runs_again, is_checkpoint, restored
 from .lower_experts import ExpertsSaved, experts_backward, experts_forward
 from .lower_linear import layer_linear
 from .lower_mlp import Mlp, MlpSaved, mlp_backward, mlp_forward, recompute_mlp
@@ -36,6 +37,8 @@ class _NormSaved:
     normalized: Tensor | None
     inner: Tensor | None = None
     """What lies between them, where a norm is a sequence of kernels."""
+    made_again: Tensor | None = None
+    """The output as it was made again in the backward program that is lowered, beside its copy."""
 
 
 @dataclass
@@ -115,6 +118,8 @@ def _mixer_block_forward(
     normalized = _norm(builder, context, mixer.norm, layer)
     inside = _inside_norm(builder, context) if keep_normalized else None
     inner, projected = mixer.forward(builder, context, layer, normalized, keep_input=keep_normalized)
+    if builder.keep_activations and not keep_normalized and is_checkpoint(context, Part.NORMS):
+        host_enters(builder, context)
     output, mask = _bias_dropout_add(builder, context, mixer.residual, projected)
     if not keep_input:
         builder.forget_unless_kept(block_input, builder.last_row)
@@ -132,6 +137,8 @@ def _feed_forward_block_forward(
     normalized = _norm(builder, context, "pre_mlp_layernorm", layer)
     inside = _inside_norm(builder, context) if keep_normalized else None
     mlp, projected = _mlp_forward(builder, context, layer, normalized, keep_input=keep_normalized)
+    if builder.keep_activations and not keep_normalized and is_checkpoint(context, Part.NORMS):
+        host_enters(builder, context)
     # The router reads the norm's output as it is; so does an MLP that runs again.
     if keep_normalized and context.keeps_copies and isinstance(mlp, MlpSaved):
         builder.discard(normalized)
@@ -189,6 +196,8 @@ def _mlp_forward(
         mlp = Mlp.dense(context, layer)
         saved, output = mlp_forward(builder, context, mlp, normalized, keep_input=keep_input)
     builder.keep_activations = keep
+    if recomputed:
+        host_enters(builder, context)
     return None if recomputed else saved, output
 
 
@@ -318,6 +327,9 @@ def _normalized(
     phase, builder.phase = builder.phase, Phase.RECOMPUTE
     normalized = _norm(builder, context, name, layer)
     builder.phase = phase
+    if is_checkpoint(context, Part.NORMS):
+        host_runs_again(builder, context)
+        saved.made_again = restored(builder, context, Part.NORMS, name, context.hidden_bytes)
     return normalized
 
 
@@ -338,11 +350,13 @@ def _mlp_backward(
             saved, output = experts_forward(builder, context, layer, normalized, keep_input=True)
             builder.release(output, builder.end_row)
             builder.phase = phase
+            host_runs_again(builder, context)
         assert isinstance(saved, ExpertsSaved)
         return experts_backward(builder, context, layer, saved, normalized, d_output, owned=owned)
     mlp = Mlp.dense(context, layer)
     if saved is None:
         saved = recompute_mlp(builder, context, mlp, normalized)
+        host_runs_again(builder, context)
     assert isinstance(saved, MlpSaved)
     return mlp_backward(builder, context, mlp, saved, normalized, d_output, owned=owned)
 
@@ -398,6 +412,8 @@ def _norm_backward(
     builder.gradient_rows[context.module(layer, name)] = row
     builder.release(d_normalized, row)
     builder.release(saved.block_input, row)
+    dropped(builder, saved.made_again)
+    saved.made_again = None
     if saved.inner is not None:
         builder.release(saved.inner, row)
     d_input = builder.temporary("input_gradient", size, row)

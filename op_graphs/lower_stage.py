@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from .adapters import with_adapters
 from .buckets import Bucket
 from .data_parallel import DataParallelism
+from .lower_checkpoint import host_enters, host_runs_again
 from .lower_ends import (
     EmbeddingSaved,
     HeadSaved,
@@ -304,7 +305,9 @@ class _ChunkLowering:
             builder.keep_activations = True
             kept = [tensor for tensor in builder.kept_since(buffers) if tensor != hidden]
             offload(builder, context, layer, LAYER, [block_input, *kept])
-            if group is None:
+            if group:
+                host_enters(builder, context)
+            else:
                 blocks.append((layer, saved))
             layer = group.stop if group else layer + 1
         return blocks, hidden
@@ -496,5 +499,6 @@ def _recompute(
         layer_saved, hidden = layer_forward(builder, replace(context, ends_early=last), layer, hidden)
         layers.append((layer, layer_saved))
     builder.release(hidden, builder.last_row)
+    host_runs_again(builder, context)
     builder.phase = Phase.BACKWARD_INPUT
     return layers

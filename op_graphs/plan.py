@@ -122,6 +122,9 @@ class LibraryPlan:
     nan_checks: bool = False
     """Whether the host looks for NaN in the loss of every microbatch, and gradients are read once more for it before
     they are reduced, as Megatron-LM does since late 2024 (``--check-for-nan-in-loss-and-grad``, on by default)."""
+    checkpoints: bool = True
+    """Whether what is recomputed runs in checkpoints of the framework, which cost the host work and copies of what is
+    made again (``op_graphs.lower_checkpoint``); else in backward passes that are written by hand."""
     cublas_workspace_kib: int | None = None
     """What ``CUBLAS_WORKSPACE_CONFIG`` gives cuBLAS for each thread and stream; None is PyTorch's default."""
 

@@ -13,7 +13,9 @@ Where the host waits for the device, it loses its lead:
 - Transfers between stages that are not overlapped: Megatron-LM synchronises the device after each batch of them, so the
   next action begins ``host.resume_us`` later, with the return from the wait, the step function, and the first launches.
 - A forward that fetches its batch first, and one whose loss is checked (:mod:`tracesim.host_waits`).
-- Operations of kind ``HOST`` inside an action (the token counts of experts): what follows is launched from their end.
+- Operations of kind ``HOST`` with a shape inside an action (the token counts of experts): what follows is launched from
+  their end. Those without a shape are work of the host that launches nothing and only takes its time (checkpoints,
+  ``op_graphs.lower_checkpoint``).
 
 Operations that are captured into a CUDA graph are launched together: the graph takes ``host.operation_us``, once for
 all of them. With the whole iteration captured nothing is left to launch, and the host waits for nothing.
@@ -142,7 +144,10 @@ def _launches(graph: OpGraph, durations: Int64, host: HostTimes) -> tuple[Int64,
     first = np.repeat(segments.begin, lengths)
     ends = np.cumsum(lengths)
     rows = first + np.arange(int(ends[-1])) - np.repeat(ends - lengths, lengths)
-    blocking = graph.operations.kind[rows] == OpKind.HOST
+    operations = graph.operations
+    # What stands on the host's stream and has no shape is work of the host alone, which waits for nothing.
+    alone = (operations.stream[rows] == Stream.HOST) & (operations.shape[rows] < 0)
+    blocking = (operations.kind[rows] == OpKind.HOST) & ~alone
     # The last blocking row before each row; where there is none in its segment, the first row of the segment.
     last = np.maximum.accumulate(np.where(blocking, rows, -1))
     before = np.concatenate([[-1], last[:-1]])

@@ -238,6 +238,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "deterministic": _flag(_LIBRARIES.deterministic),
         "batch_fetch_waits": _flag(_LIBRARIES.batch_fetch_waits),
         "nan_checks": _flag(_LIBRARIES.nan_checks),
+        "checkpoints": _flag(_LIBRARIES.checkpoints),
         "cublas_workspace_kib": _optional_count(1 << 24),
     },
 }

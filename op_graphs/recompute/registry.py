@@ -47,6 +47,11 @@ def recomputed_layers(recompute: Recompute, layers: range) -> list[range]:
     return LAYER_RULES[recompute.method](layers, recompute.layers) if recompute.mode == "full" else []
 
 
+def checkpointed_parts(recompute: Recompute) -> frozenset[Part]:
+    """Parts of every layer that are checkpoints of their own: those of modules, not of policies by operators."""
+    return frozenset(part for name in recompute.modules for part in MODULE_RULES[name].parts)
+
+
 def recomputed_parts(recompute: Recompute) -> frozenset[Part]:
     """Parts of every layer that run again."""
     rules = [MODULE_RULES[name] for name in recompute.modules]
