@@ -1,8 +1,7 @@
 """Lowering of one model chunk: forward and backward programs with recompute, and data-parallel communication.
 
 Two variants exist of each: the first microbatch's forward gathers the parameters (distributed optimizer with
-overlapped gather), the last microbatch's backward reduces the gradients (overlapped reduction). All other
-microbatches use the plain programs.
+overlapped gather), the last microbatch's backward reduces the gradients (overlapped reduction). Others are plain.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Of all ranks of a trace those of one pipeline are taken: the ones that sends and receives join with the first rank, or,
 where none are matched, one rank of each pipeline coordinate. Their kernels are cut into stretches
-(``tracesim.recovered_bursts``), and these get stage and microbatch (``tracesim.recovered_flow``).
+(``tracesim.recovered_bursts``), and these get stage and microbatch (``tracesim.recovered_flow``). A rank by itself may
+show a pair of a forward and a backward (``tracesim.recovered_pair``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .analysis.breakdown import slice_dimensions
 from .errors import TraceError
 from .recovered_bursts import RankBursts, find_bursts
 from .recovered_flow import RankActions, follow_flow, partners, without_transfers
+from .recovered_pair import actions_of_pair, pair_of_one_rank
 from .recovered_words import BACKWARD, FORWARD, Burst
 
 
@@ -37,7 +39,11 @@ def actions_from_kernels(
     joined = _joined_ranks(timeline, partner)
     members = joined or _ranks_by_coordinate(timeline)
     if len(members) < 2:
-        return None
+        alone = pair_of_one_rank(analysis, step)
+        if alone is None:
+            return None
+        pair, window = alone
+        return [actions_of_pair(pair, timeline)], {pair.rank: window}
     windows = _windows(analysis, members, step)
     dimensions = slice_dimensions(timeline)
     bursts = find_bursts(timeline, dimensions, [windows[rank] for rank in members], partner)

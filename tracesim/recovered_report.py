@@ -18,7 +18,8 @@ from schedules import (
     simulate_costs,
 )
 
-from .recovered_schedule import BUBBLE_CAUSES, RecoveredSchedule, intended_schedule
+from .recovered_names import intended_schedule
+from .recovered_schedule import BUBBLE_CAUSES, RecoveredSchedule
 from .schedule_workbench import schedule_rows
 
 SCHEMA = "tracesim.recovered-schedule/1"
@@ -44,7 +45,7 @@ def intended_beside(recovered: RecoveredSchedule, name: str | None) -> Intended 
     chosen = name or next(iter(recovered.matches), None)
     if chosen is None:
         return None
-    schedule = intended_schedule(recovered, chosen)
+    schedule = intended_schedule(recovered.times.schedule, chosen)
     times = simulate_costs(schedule, mean_costs(recovered))
     return Intended(chosen, times, tuple(_differences(recovered.times.schedule, schedule)))
 
@@ -91,7 +92,9 @@ def problem_of(schedule: Schedule) -> str | None:
 def describe_recovered(recovered: RecoveredSchedule, intended: Intended | None) -> dict[str, Any]:
     """A recovered schedule as plain data; times in milliseconds. The fields are documented in ``docs/overlap.md``."""
     times = recovered.times
-    busy, problem = times.rank_busy, problem_of(times.schedule)
+    busy = times.rank_busy
+    # A pair by itself is a part of a step: there is no order to check.
+    problem = problem_of(times.schedule) if recovered.pair is None else None
     return {
         "schema": SCHEMA,
         "name": times.schedule.name,
@@ -101,7 +104,7 @@ def describe_recovered(recovered: RecoveredSchedule, intended: Intended | None) 
         "stages": times.schedule.model_stages,
         "microbatches": times.schedule.microbatches,
         "matches": list(recovered.matches),
-        "ok": problem is None,
+        "ok": problem is None if recovered.pair is None else None,
         "problem": problem,
         "intended": None
         if intended is None
@@ -111,6 +114,7 @@ def describe_recovered(recovered: RecoveredSchedule, intended: Intended | None) 
             "bubble_fraction": intended.times.bubble_fraction,
             "differences": list(intended.differences),
         },
+        "pair": recovered.pair,
         "time": times.makespan,
         "bubble_fraction": times.bubble_fraction,
         "ranks": [
@@ -120,6 +124,18 @@ def describe_recovered(recovered: RecoveredSchedule, intended: Intended | None) 
         "bubbles": [vars(bubble) for bubble in recovered.bubbles],
         "actions": schedule_rows(times),
     }
+
+
+def _print_pair(pair: dict[str, float], console: Console) -> None:
+    console.print("a part of a step, which has no order to check: a forward beside a backward", markup=False)
+    for name in ("forward", "backward"):
+        moving, hidden = pair[f"{name}_exchanges"], pair[f"{name}_exchanges_hidden"]
+        console.print(
+            f"{name}: compute {pair[f'{name}_compute']:.3f} ms, exchanges of experts {moving:.3f} ms, "
+            f"{hidden / moving:.1%} of them beside compute",
+            soft_wrap=True,
+            markup=False,
+        )
 
 
 def render_recovered(description: dict[str, Any], console: Console) -> None:
@@ -142,9 +158,12 @@ def render_recovered(description: dict[str, Any], console: Console) -> None:
         )
         for line in intended["differences"]:
             console.print(f"- {line}", soft_wrap=True, markup=False)
-    console.print(
-        "check: ok" if description["ok"] else f"check: {description['problem']}", soft_wrap=True, markup=False
-    )
+    pair = description["pair"]
+    if pair is None:
+        check = "ok" if description["ok"] else description["problem"]
+        console.print(f"check: {check}", soft_wrap=True, markup=False)
+    else:
+        _print_pair(pair, console)
     table = Table(
         "rank", "busy", *(cause.replace("_", " ") for cause in BUBBLE_CAUSES), box=None, pad_edge=False
     )

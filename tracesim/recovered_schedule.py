@@ -35,8 +35,6 @@ from schedules import (
     ScheduleError,
     UnitTimes,
     build_schedule,
-    schedule_names,
-    usual_chunks,
     without_communication,
 )
 from schedules.actions import overlapped
@@ -50,6 +48,8 @@ from .analysis.pipeline import Actions, find_actions
 from .errors import TraceError
 from .recovered_flow import RankActions
 from .recovered_kernels import actions_from_kernels
+from .recovered_names import matching_names, with_two_copies
+from .recovered_pair import find_pair
 
 BUBBLE_CAUSES = (
     "warm_up",
@@ -98,6 +98,8 @@ class RecoveredSchedule:
     bubbles: tuple[Bubble, ...]
     matches: tuple[str, ...]
     """Names of schedules with the same order of actions on every rank."""
+    pair: dict[str, float] | None = None
+    """Of a rank by itself that shows one pair of a forward and a backward, milliseconds (``KernelPair.describe``)."""
 
     def totals(self) -> tuple[dict[str, float], ...]:
         """Milliseconds of bubble by cause, for each pipeline rank."""
@@ -121,6 +123,10 @@ def recover_schedule(analysis: Analysis, step: int | None = None) -> RecoveredSc
     intended = _intended_by_scenario(timeline)
     rows, window_of, method = _rows_of_step(analysis, intended, step)
     schedule = _as_schedule(timeline, rows, intended)
+    matches = matching_names(schedule)
+    if copies := [known for name in matches if (known := with_two_copies(name, schedule)) is not None]:
+        # That its stages are those of two copies of the model the order of actions tells.
+        schedule = replace(copies[0], name=schedule.name)
     low = min(int(row.start.min()) for row in rows)
     high = max(int(row.end.max()) for row in rows)
     times = UnitTimes(
@@ -134,8 +140,18 @@ def recover_schedule(analysis: Analysis, step: int | None = None) -> RecoveredSc
         step=window_of[rows[0].rank].step,
         method=method,
         bubbles=tuple(_Bubbles(analysis, schedule, rows, window_of, (low, high)).all()),
-        matches=_matching_names(schedule),
+        matches=matches,
+        pair=_pair_alone(timeline, rows, window_of, method),
     )
+
+
+def _pair_alone(
+    timeline: Timeline, rows: Sequence[RankActions], windows: dict[int, Window], method: str
+) -> dict[str, float] | None:
+    if method != "kernels" or len(rows) > 1:
+        return None
+    pair = find_pair(timeline, windows[rows[0].rank])
+    return pair.describe(timeline) if pair is not None else None
 
 
 def _rows_of_step(
@@ -149,8 +165,8 @@ def _rows_of_step(
         if from_kernels is None:
             raise TraceError(
                 "the trace shows no pipeline actions: it needs pipeline tracks, PP: annotations "
-                "(torch.distributed.pipelining under a profiler), compute that knows its microbatch, or the kernels of "
-                "at least two ranks that send to each other"
+                "(torch.distributed.pipelining under a profiler), compute that knows its microbatch, the kernels of at "
+                "least two ranks that send to each other, or of one rank that runs a forward and a backward in turns"
             )
         return (*from_kernels, "kernels")
     replica = _one_replica(timeline, found)
@@ -310,33 +326,6 @@ def _intended_by_scenario(timeline: Timeline) -> Schedule | None:
         return without_communication(build_schedule(scenario["schedule"], *sizes))
     except (yaml.YAMLError, KeyError, TypeError, ScheduleError, OSError):
         return None
-
-
-def intended_schedule(recovered: RecoveredSchedule, name: str) -> Schedule:
-    """The schedule of a name, or a CSV file, with the sizes of a recovered one.
-
-    Raises:
-        ScheduleError: if it cannot have these sizes.
-    """
-    schedule = recovered.times.schedule
-    chunks = schedule.model_stages // schedule.pp
-    return without_communication(build_schedule(name, schedule.pp, chunks, schedule.microbatches))
-
-
-def _matching_names(schedule: Schedule) -> tuple[str, ...]:
-    """Schedules without options that order the same actions alike."""
-    chunks = schedule.model_stages // schedule.pp
-    found = []
-    for name in schedule_names():
-        if (usual_chunks(name) > 1) != (chunks > 1):
-            continue
-        try:
-            known = build_schedule(name, schedule.pp, chunks, schedule.microbatches)
-        except ScheduleError:
-            continue
-        if known.actions == schedule.actions:
-            found.append(name)
-    return tuple(found)
 
 
 _Piece = tuple[int, int, str]

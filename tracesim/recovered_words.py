@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise, takewhile
 
 from op_graphs.columns import Int32
 
@@ -177,21 +177,28 @@ def _parse(word: tuple[int, ...], known: Sequence[tuple[int, ...]]) -> list[int]
 def joined(bursts: list[Burst]) -> list[Burst]:
     """Pieces of interleaved forwards and backwards that together are a whole one of the rank, joined.
 
-    Their kernels may stand in another order: weight gradients move behind an exchange.
+    Their kernels may stand in another order: weight gradients move behind an exchange. Pieces that make no whole one
+    that stands elsewhere are one with those that follow them between the same two transfers.
     """
     found = [burst for burst in bursts if burst.letter == WEIGHT]
+    stretch = dict(zip(bursts, accumulate(int(burst.follows_transfer) for burst in bursts), strict=True))
     for letter in (FORWARD, BACKWARD):
         mine = [burst for burst in bursts if burst.letter == letter]
-        # Words of half the length of one that stands alone are no pieces.
-        least = max(map(len, _alone(bursts, letter)), default=0) / 2
+        # Words of half the length of one that stands alone are no pieces; nor of the longest, where none stands alone
+        # and one is several times as long as others.
+        alone = _alone(bursts, letter) or {burst.word for burst in mine}
+        least = max(map(len, alone), default=0) / 2
         whole = {burst.word for burst in mine if len(burst.word) >= least}
         words = {tuple(sorted(word)): word for word in whole}
         longest = max(map(len, words), default=0)
         place = 0
         while place < len(mine):
             count = 1 if mine[place].word in whole else _pieces(mine[place:], words, longest)
+            if count == 1 and mine[place].word not in whole:
+                count = _between_transfers(mine[place:], whole, stretch)
             joined = _join(mine[place : place + count])
-            found.append(replace(joined, word=words.get(tuple(sorted(joined.word)), joined.word)))
+            parts = _peeled(joined, words) if count > 1 else [joined]
+            found += [replace(part, word=words.get(tuple(sorted(part.word)), part.word)) for part in parts]
             place += count
     return sorted(found, key=lambda burst: burst.start)
 
@@ -219,6 +226,29 @@ def _pieces(bursts: Sequence[Burst], words: Collection[tuple[int, ...]], longest
     return best
 
 
+def _peeled(burst: Burst, words: Collection[tuple[int, ...]]) -> list[Burst]:
+    """Joined pieces of two actions, parted where those at one end are the kernels (sorted) of a whole one."""
+    length = len(burst.word)
+    for word in sorted(words, key=len, reverse=True):
+        rest = length - len(word)
+        # What is left is about as long; a shorter rest may be a part of the whole one.
+        if 2 * rest < len(word):
+            continue
+        if tuple(sorted(burst.word[rest:])) == word:
+            return [burst.part(0, rest), burst.part(rest, length)]
+        if tuple(sorted(burst.word[: len(word)])) == word:
+            return [burst.part(0, len(word)), burst.part(len(word), length)]
+    return [burst]
+
+
+def _between_transfers(
+    bursts: Sequence[Burst], whole: Collection[tuple[int, ...]], stretch: Mapping[Burst, int]
+) -> int:
+    """How many bursts from the first on are pieces between the same two transfers as it is."""
+    same = takewhile(lambda burst: burst.word not in whole and stretch[burst] == stretch[bursts[0]], bursts)
+    return max(1, sum(1 for _ in same))
+
+
 def _join(bursts: Sequence[Burst]) -> Burst:
     if len(bursts) == 1:
         return bursts[0]
@@ -240,6 +270,8 @@ def split_by_count(bursts: list[Burst], needed: int) -> list[Burst]:
         mine = Counter(burst.word for burst in bursts if burst.letter == letter)
         wanted = needed if letter != WEIGHT else _weights_needed(bursts)
         parts = _parts_of_each(mine, wanted - sum(mine.values()))
+        if letter == WEIGHT and not parts:
+            parts = _by_length(mine, bursts)
         bursts = [
             part
             for burst in bursts
@@ -252,6 +284,23 @@ def _weights_needed(bursts: Sequence[Burst]) -> int:
     """How many weight gradients there must be: one for each backward, where all of these are of one length."""
     backwards = [len(burst.word) for burst in bursts if burst.letter == BACKWARD]
     return len(backwards) if len(set(backwards)) == 1 else 0
+
+
+def _by_length(words: Mapping[tuple[int, ...], int], bursts: Sequence[Burst]) -> dict[tuple[int, ...], int]:
+    """Into how many parts weight gradients are to be cut: each is what a whole backward is longer than one without.
+
+    Only where there are then as many of them as backwards without.
+    """
+    backwards = Counter(len(burst.word) for burst in bursts if burst.letter == BACKWARD)
+    longer = {whole - part: part for whole in sorted(backwards) for part in backwards if whole > part}
+    found = {
+        word: len(word) // length
+        for word in words
+        for length in longer
+        if len(word) > length and not len(word) % length and _repeats(word, len(word) // length)
+    }
+    without = sum(backwards[part] for part in {longer[length] for length in longer})
+    return found if sum(count * found.get(word, 1) for word, count in words.items()) == without else {}
 
 
 def _parts_of_each(words: Mapping[tuple[int, ...], int], missing: int) -> dict[tuple[int, ...], int]:
