@@ -482,3 +482,13 @@ def loss_backward(builder: ProgramBuilder, context: LoweringContext, kept: Tenso
         if in_fp32 is not None:
             builder.release(in_fp32, row)
     return d_logits
+
+
+def copy_through(builder: ProgramBuilder, context: LoweringContext, received: Tensor) -> Tensor:
+    """What a stage that holds nothing does with what it receives: Megatron-Core's empty block clones it."""
+    size = context.hidden_bytes
+    row = builder.memory_bound(
+        "empty_stage_copy", OpKind.MEMCPY, read=size, written=size, dtype=context.dtype
+    )
+    builder.release(received, row)
+    return builder.temporary("empty_stage_output", size, row)

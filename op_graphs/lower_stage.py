@@ -17,6 +17,7 @@ from .lower_checkpoint import host_enters, host_runs_again
 from .lower_ends import (
     EmbeddingSaved,
     HeadSaved,
+    copy_through,
     embedding_backward,
     embedding_forward,
     head_backward,
@@ -50,7 +51,7 @@ from .precision import mark_unquantized
 from .program import Program, ProgramBuilder, Tensor
 from .recompute import recomputed_layers
 from .unit_communication import GradientReduction, ShardedWeights
-from .vocabulary import MemoryCategory, OpKind, Phase
+from .vocabulary import MemoryCategory, Phase
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ class _ChunkLowering:
             weights.leave("head")
         else:
             if not len(builder):
-                hidden = _copy_through(builder, context, hidden)
+                hidden = copy_through(builder, context, hidden)
             # Of an embedding alone the collective behind it is the last to write the output.
             builder.output_row = builder.last_row if chunk.layers else builder.end_row
             # The output is handed to the next stage; the framework frees it once it is sent.
@@ -375,7 +376,7 @@ class _ChunkLowering:
             self._vision_backward(builder, weights, reduction, saved.vision, gradient)
         else:
             if not len(builder):
-                gradient = _copy_through(builder, context, gradient)
+                gradient = copy_through(builder, context, gradient)
             builder.output_row = builder.last_row
             builder.release(gradient, builder.last_row)
         return builder
@@ -474,16 +475,6 @@ class _ChunkLowering:
         # A stage without layers may have put off nothing.
         reduction.emit_complete()
         return builder.build()
-
-
-def _copy_through(builder: ProgramBuilder, context: LoweringContext, received: Tensor) -> Tensor:
-    """What a stage that holds nothing does with what it receives: Megatron-Core's empty block clones it."""
-    size = context.hidden_bytes
-    row = builder.memory_bound(
-        "empty_stage_copy", OpKind.MEMCPY, read=size, written=size, dtype=context.dtype
-    )
-    builder.release(received, row)
-    return builder.temporary("empty_stage_output", size, row)
 
 
 def _recompute(
