@@ -2,7 +2,8 @@
 
 Kernels are Megatron-Core's (``transformer/moe/experts.py``, ``TEGroupedMLP``; ``fusions/fused_bias_*.py``):
 
-- SwiGLU times the scores is one kernel; of other activations the product is a kernel of its own.
+- SwiGLU times the scores is one kernel, squared ReLU with ``libraries.weighted_squared_relu_fusion`` too; of other
+  activations the product is a kernel of its own.
 - The clamped SwiGLU of gpt-oss is that one kernel too, but both halves are clamped in front of it by PyTorch's kernels
   (``weighted_bias_quick_geglu_impl``: two clamps of strided halves, joined in memory; in backward comparisons and
   selections), and its offset is copied to the device, for which the host waits.
@@ -64,11 +65,19 @@ def expert_widths(context: LoweringContext) -> tuple[int, int]:
     return width * (2 if context.model.gated else 1), width
 
 
+def _multiplies_scores(context: LoweringContext) -> bool:
+    """Whether the kernel of the activation multiplies by the routing scores."""
+    name = context.model.activation
+    return name in ("swiglu", "clamped_swiglu") or (
+        name == "squared_relu" and context.libraries.weighted_squared_relu_fusion
+    )
+
+
 def activate(builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes) -> Activated:
     """Emit the activation, multiplied by the routing scores."""
     name, size = context.model.activation, _Bytes.of(context, sizes)
     clamped = _clamp(builder, context, size) if _clamps_apart(context) else None
-    fused = name in ("swiglu", "clamped_swiglu")
+    fused = _multiplies_scores(context)
     row = builder.memory_bound(
         f"expert_{name}",
         OpKind.ELEMENTWISE,
@@ -102,7 +111,7 @@ def activate_backward(
     Returns the gradient of the first linear's output.
     """
     name, size = context.model.activation, _Bytes.of(context, sizes)
-    fused = name in ("swiglu", "clamped_swiglu")
+    fused = _multiplies_scores(context)
     if activated.before is not None and not fused:
         d_fc2_input = _score_product_backward(builder, context, size, activated.before, d_fc2_input)
     row = builder.memory_bound(

@@ -107,6 +107,9 @@ class LibraryPlan:
     experts_in_turn: bool = False
     """Whether a gate without scores hands experts to tokens in turn, so that those of a token lie beside each other
     (NeMo AutoModel's ``fake_balanced_gate`` in benchmarks)."""
+    weighted_squared_relu_fusion: bool = False
+    """Whether the squared ReLU of experts and the product with their scores are one kernel each way
+    (``--use-fused-weighted-squared-relu``); else two."""
     eager: bool | tuple[str, ...] = False
     """Whether norms, positions, activations and the optimizer are tensor operations that run one by one, neither fused
     by hand nor compiled (``op_graphs.pointwise``); or which of them are (:data:`EAGER_PARTS`)."""

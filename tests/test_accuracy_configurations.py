@@ -124,6 +124,29 @@ def test_recipes_of_hybrid_models_run_again_and_capture_what_the_machine_asks_fo
 ):
     recipe = bridge_recipe("nemotron3-nano-30b-a3b", gpu, precision, 1, {"tp": 1, "pp": 1}, (26, 4))
     assert (recipe.recompute, recipe.cuda_graphs, recipe.dispatcher) == (recompute, graphs, "deepep")
+    assert (recipe.router_fusion, recipe.weighted_squared_relu_fusion) == (False, True)
+
+
+@pytest.mark.parametrize(("release", "dispatcher"), [((26, 4), "alltoall"), ((26, 6), "deepep")])
+def test_nemotron_3_super_moved_tokens_by_all_to_all_until_its_recipe_set_the_type(release, dispatcher):
+    degrees = {"tp": 1, "pp": 1}
+    recipe = bridge_recipe("nemotron3-super-120b-a12b", "gb300", "nvfp4", 1, degrees, release)
+    assert recipe.dispatcher == dispatcher
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "dispatcher"),
+    [
+        ("gb300", "bf16", "alltoall"),
+        ("gb300", "mxfp8", "deepep"),
+        ("b300", "bf16", "deepep"),
+        ("gb200", "bf16", "alltoall"),
+    ],
+)
+def test_recipes_of_gpt_oss_choose_a_dispatcher_for_some_machines(gpu, precision, dispatcher):
+    recipe = bridge_recipe("gpt-oss-120b", gpu, precision, 4, {"tp": 1, "pp": 1}, (26, 4))
+    assert recipe.dispatcher == dispatcher
+    assert recipe.router_fusion
 
 
 def test_adapters_of_nvidias_fine_tuning_lie_at_the_projection_of_queries_keys_and_values(tmp_path):

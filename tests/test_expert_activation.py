@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from op_graphs.presets import load_model
 from op_graphs.vocabulary import MemoryCategory, OpKind, Phase
 from tests.dense_scenarios import dense_mapping
 from tests.test_lowering import assert_nothing_leaks
+from tracesim.errors import ScenarioError
 from tracesim.lowering import lower_scenario
 from tracesim.scenario import load_scenario
 
@@ -132,3 +134,38 @@ def test_gpt_oss_clamps_and_has_biases(name):
     assert isinstance(model, ModelDescription)
     assert model.moe is not None
     assert (model.activation, model.gated, model.moe.expert_bias) == ("clamped_swiglu", True, True)
+
+
+def test_squared_relu_and_scores_are_one_kernel_each_way_where_they_are_fused():
+    apart, fused = (
+        mixture(model__activation="squared_relu", libraries={"weighted_squared_relu_fusion": one})
+        for one in (False, True)
+    )
+    scores, width = 4 * ROWS, 2 * ROWS * WIDTH
+    assert moved(apart, "expert_s") == [
+        ("expert_squared_relu", width, width, 1),
+        ("expert_score_product", width + scores, width, 1),
+        ("expert_score_product_backward", 2 * width + scores, width + scores, 1),
+        ("expert_squared_relu_backward", 2 * width, width + scores, 1),
+    ]
+    assert moved(fused, "expert_s") == [
+        ("expert_squared_relu", width + scores, width, 1),
+        ("expert_squared_relu_backward", 2 * width, width + scores, 1),
+    ]
+    assert (kept(apart, "expert_activation_output"), kept(fused, "expert_activation_output")) == (width, 0)
+    assert kept(apart, "expert_fc2_input") == kept(fused, "expert_fc2_input")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "changes nothing: small has no experts; leave it out"),
+        (
+            {"model__moe": MOE},
+            "is a kernel of squared_relu; the activation of small is swiglu",
+        ),
+    ],
+)
+def test_the_fused_squared_relu_needs_experts_with_a_squared_relu(changes, message):
+    with pytest.raises(ScenarioError, match=re.escape(message)):
+        load_scenario(dense_mapping(**changes, libraries={"weighted_squared_relu_fusion": True}))

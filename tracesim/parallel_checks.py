@@ -77,16 +77,25 @@ def _check_capacity(moe: MixtureOfExperts, parallel: ParallelPlan, problems: Pro
 
 def check_permutation(model: ModelDescription, libraries: LibraryPlan, problems: Problems) -> None:
     """Note a choice of kernels for tokens of experts where there are none, or not those that it asks for."""
+    weighted = "libraries.weighted_squared_relu_fusion"
     for path, value, differs in (
         ("libraries.permute_fusion", libraries.permute_fusion, not libraries.permute_fusion),
         ("libraries.router_fusion", libraries.router_fusion, libraries.router_fusion),
         ("libraries.experts_in_turn", libraries.experts_in_turn, libraries.experts_in_turn),
+        (weighted, libraries.weighted_squared_relu_fusion, libraries.weighted_squared_relu_fusion),
     ):
         if model.moe is None and differs and problems.sound(path):
             problems.add(path, value, f"changes nothing: {model.name} has no experts; leave it out")
     path = "libraries.router_fusion"
     if libraries.router_fusion and not libraries.transformer_engine and problems.sound(path):
         problems.add(path, True, "is a kernel of Transformer Engine; set libraries.transformer_engine: true")
+    other = model.moe is not None and model.activation != "squared_relu"
+    if libraries.weighted_squared_relu_fusion and other and problems.sound(weighted):
+        problems.add(
+            weighted,
+            True,
+            f"is a kernel of squared_relu; the activation of {model.name} is {model.activation}",
+        )
 
 
 def _check_expert_order(parallel: ParallelPlan, problems: Problems) -> None:

@@ -227,6 +227,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "grouped_gemm": _flag(_LIBRARIES.grouped_gemm),
         "permute_fusion": _flag(_LIBRARIES.permute_fusion),
         "router_fusion": _flag(_LIBRARIES.router_fusion),
+        "weighted_squared_relu_fusion": _flag(_LIBRARIES.weighted_squared_relu_fusion),
         "experts_in_turn": _flag(_LIBRARIES.experts_in_turn),
         "eager": FieldRule(
             f"must be true, false or a list of {', '.join(EAGER_PARTS)}",

@@ -108,6 +108,7 @@ def _ablations(row: Section) -> Configuration:
             scenario={
                 "training": {"grad_reduce_dtype": "bf16", "cuda_graphs": ["attn", "mamba"]},
                 "parallel": {"ep_dispatcher": "deepep"},
+                "libraries": {"weighted_squared_relu_fusion": True},
             },
             notes=(
                 "bf16 gradients and graphs of attention and Mamba are those of the performance recipe; HybridEP counts "

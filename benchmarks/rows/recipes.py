@@ -20,6 +20,8 @@ _LAYER_GRAPHS = ("attn", "moe_router", "moe_preprocess")
 _MIXER_GRAPHS = ("attn", "mamba", "moe_router", "moe_preprocess")
 _ROUTER_GRAPHS = ("moe_router", "moe_preprocess")
 _WHOLE = (FULL_ITERATION,)
+FLEXIBLE_SUPER = (26, 6)
+"""Release from which recipes of Nemotron 3 Super set ``moe_token_dispatcher_type`` to ``flex``."""
 CAPTURED_MOE = (26, 6)
 """Release from which MXFP8 recipes of mixtures capture whole iterations, with what that needs: fused grouped products
 that read the numbers of tokens on the device."""
@@ -36,6 +38,10 @@ class Recipe:
     """Whether expert exchanges run beside the other pass of another microbatch."""
     cuda_graphs: tuple[str, ...] = ()
     """As ``training.cuda_graphs``."""
+    router_fusion: bool = True
+    """``moe_router_fusion`` of a mixture; recipes of Nemotron 3 Nano set False, those of Super leave it at False."""
+    weighted_squared_relu_fusion: bool = False
+    """``use_fused_weighted_squared_relu``."""
 
     @property
     def recompute_setting(self) -> str | dict[str, Any]:
@@ -68,7 +74,9 @@ def bridge_recipe(
     elif model == "gpt-oss-120b":
         recipe = _gpt_oss(gpu, precision, release)
     elif model.startswith("nemotron3"):
-        recipe = _nemotron(model, gpu, precision)
+        recipe = replace(
+            _nemotron(model, gpu, precision, release), router_fusion=False, weighted_squared_relu_fusion=True
+        )
     else:
         recipe = _llama(model, gpu, precision, sharded=parallel.get("zero") == 3)
     overlaps = recipe.overlaps_experts and (parallel.get("pp", 1) == 1 or parallel.get("vpp", 1) > 1)
@@ -98,18 +106,25 @@ def _deepseek(gpu: str, precision: str, parallel: Mapping[str, Any], release: tu
     return Recipe(("mla_up_proj",), "deepep", False, graphs)
 
 
-def _nemotron(model: str, gpu: str, precision: str) -> Recipe:
+def _nemotron(model: str, gpu: str, precision: str, release: tuple[int, int]) -> Recipe:
     """``scripts/performance/configs/nemotronh/nemotron_3_workload_base_configs.py``, which all rows agree with.
 
-    HybridEP counts as node-limited dispatch. That 14 of Super's layers stay in bf16 beside NVFP4 is not expressed.
+    HybridEP counts as node-limited dispatch. Super's recipe asks for the all-to-all dispatcher, and before 26.06
+    (``nemotron_3_llm_pretrain.py``) only the back end of the other one was set, which changes nothing. That 14 of its
+    layers stay in bf16 beside NVFP4 is not expressed.
     """
+    if model.startswith("nemotron3-super"):
+        dispatcher = "deepep" if release >= FLEXIBLE_SUPER else "alltoall"
+        return replace(_nemotron_super(gpu, precision), dispatcher=dispatcher)
     if gpu == "h100" and precision == "bf16":
         return Recipe(("moe", "layernorm"), "deepep", False, ("attn", "mamba"))
     # Recipes name moe_act beside moe, which running experts again as a whole includes.
     if gpu == "h100":
         return Recipe(("moe", "layernorm", "core_attn"), "deepep", False, ("mamba",))
-    if not model.startswith("nemotron3-super"):
-        return Recipe((), "deepep", False, _MIXER_GRAPHS)
+    return Recipe((), "deepep", False, _MIXER_GRAPHS)
+
+
+def _nemotron_super(gpu: str, precision: str) -> Recipe:
     if gpu == "b200" and precision == "bf16":
         return Recipe(("moe", "layernorm", "core_attn"), "deepep")
     if gpu == "b200":
@@ -141,7 +156,8 @@ def _qwen_30b(gpu: str, precision: str, release: tuple[int, int]) -> Recipe:
 
 def _gpt_oss(gpu: str, precision: str, release: tuple[int, int]) -> Recipe:
     if gpu.startswith("gb3") or gpu == "b300":
-        dispatcher = "deepep"
+        # No recipe in bf16 for GB300 chooses a dispatcher, and the model's own is the all-to-all.
+        dispatcher = "alltoall" if gpu == "gb300" and precision == "bf16" else "deepep"
         if gpu == "gb300" and _captures_mixture(gpu, precision, release):
             return Recipe((), dispatcher, True, _WHOLE)
         return Recipe((), dispatcher, precision != "bf16", _LAYER_GRAPHS)

@@ -169,8 +169,8 @@ def _apply_recipe(mapping: dict[str, Any], row: Mapping[str, Any]) -> None:
     if parallel["ep"] > 1:
         # Experts padded to their capacity need the all-to-all dispatcher.
         parallel["ep_dispatcher"] = "alltoall" if drops else recipe.dispatcher
-        # All recipes of mixtures set moe_router_fusion.
-        mapping["libraries"]["router_fusion"] = True
+        mapping["libraries"]["router_fusion"] = recipe.router_fusion
+        mapping["libraries"]["weighted_squared_relu_fusion"] = recipe.weighted_squared_relu_fusion
         if recipe.overlaps_experts:
             mapping["overlap"] = {**mapping["overlap"], "ep": True}
             mapping["schedule"] = "1f1b-overlap"

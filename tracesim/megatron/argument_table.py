@@ -136,7 +136,6 @@ APPROXIMATED = {
     "onnx-safe": "priced as any GELU",
     "use-te-activation-func": "activations are priced alike whoever computes them",
     "use-transformer-engine-op-fuser": "operations are fused as without it",
-    "use-fused-weighted-squared-relu": "scores are applied to the output of experts as without it",
     "use-grouped-gemm-for-dense-mlp": "priced as a plain linear",
     "use-grouped-gemm-for-shared-expert": "priced as a plain linear",
     "fused-residual-rmsnorm": "residual and norm are priced as two kernels",

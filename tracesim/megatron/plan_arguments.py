@@ -324,6 +324,7 @@ def libraries_mapping(arguments: Arguments, environment: Mapping[str, Any]) -> d
         found["permute_fusion"] = arguments.flag("moe-permute-fusion")
         fused = arguments.flag("moe-router-fusion")
         found["router_fusion"] = fused and found["transformer_engine"]
+        found["weighted_squared_relu_fusion"] = arguments.flag("use-fused-weighted-squared-relu")
     allowed = str(environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1"))
     found["deterministic"] = arguments.flag("deterministic-mode") or allowed == "0"
     config = environment.get("CUBLAS_WORKSPACE_CONFIG")
