@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from .huggingface_dense import llama_family, qwen_window
@@ -31,7 +32,7 @@ def _deepseek_v2(keys: Keys) -> dict[str, Any]:
     return _deepseek(keys, groups, shared, dense, router)
 
 
-def _deepseek_v3(keys: Keys) -> dict[str, Any]:
+def _deepseek_v3(keys: Keys, groups: tuple[int, int] = (8, 4), dense: int = 3) -> dict[str, Any]:
     keys.choice("topk_method", ("noaux_tc",), "noaux_tc")
     score = keys.choice("scoring_func", ("sigmoid", "softmax"), "sigmoid")
     router = {
@@ -39,10 +40,30 @@ def _deepseek_v3(keys: Keys) -> dict[str, Any]:
         "router_bias": True,
         "normalize_top_k": keys.switch("norm_topk_prob", True),
     }
-    groups = (keys.size("n_group", 8), keys.size("topk_group", 4))
-    shared, dense = keys.size("n_shared_experts", 1, least=0), keys.size("first_k_dense_replace", 3, least=0)
+    groups = (keys.size("n_group", groups[0]), keys.size("topk_group", groups[1]))
+    shared, dense = (
+        keys.size("n_shared_experts", 1, least=0),
+        keys.size("first_k_dense_replace", dense, least=0),
+    )
     heads = keys.size("num_nextn_predict_layers", 0, least=0)
     return _deepseek(keys, groups, shared, dense, router) | {"mtp_layers": heads}
+
+
+def _glm4_moe_lite(keys: Keys) -> dict[str, Any]:
+    """GLM 4.7 Flash: DeepSeek-V3 with other defaults, and layers by words."""
+    fields = _deepseek_v3(keys, groups=(1, 1), dense=1)
+    words, layers = keys.raw("mlp_layer_types"), fields["layers"]
+    if words is None:
+        return fields
+    if not isinstance(words, list) or len(words) != layers or set(words) - {"dense", "sparse"}:
+        keys.refuse("mlp_layer_types", words, f"must be dense or sparse for each of {layers} layers")
+        return fields
+    dense = words.index("sparse") if "sparse" in words else layers
+    plain = (layer for layer, word in enumerate(words) if layer > dense and word == "dense")
+    return fields | {
+        "moe": replace(fields["moe"], first_dense_layers=dense),
+        "layer_overrides": tuple(LayerOverride(layer, layer, moe=False) for layer in plain),
+    }
 
 
 def _deepseek(
@@ -209,8 +230,10 @@ EXPERT_READERS: dict[str, Reader] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
+    "glm4_moe_lite": _glm4_moe_lite,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_vl_moe_text": _qwen3_moe,
     "gpt_oss": _gpt_oss,
     "llama4_text": llama4_text,
 }

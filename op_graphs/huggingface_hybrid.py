@@ -1,4 +1,4 @@
-"""Hybrid decoders from Hugging Face configurations: Nemotron-H, Nemotron 3 and Qwen3-Next."""
+"""Hybrid decoders from Hugging Face configurations: Nemotron-H, Nemotron 3, Qwen3-Next and Qwen 3.5."""
 
 from __future__ import annotations
 
@@ -161,4 +161,18 @@ def _qwen3_next_mixers(keys: Keys, layers: int) -> str:
     return shortest_period("".join(letters[word] for word in words))
 
 
-HYBRID_READERS: dict[str, Reader] = {"nemotron_h": _nemotron_h, "qwen3_next": _qwen3_next}
+def _qwen3_5_text(keys: Keys) -> dict[str, Any]:
+    """The language model of Qwen 3.5: Qwen3-Next's layers, with one MLP where no experts are."""
+    fields = _qwen3_next(keys)
+    fields["mtp_layers"] = keys.size("mtp_num_hidden_layers", 0, least=0)
+    if keys.raw("num_experts") is None:
+        del fields["moe"], fields["layer_overrides"]
+    return fields
+
+
+HYBRID_READERS: dict[str, Reader] = {
+    "nemotron_h": _nemotron_h,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_5_text,
+    "qwen3_5_moe_text": _qwen3_5_text,
+}
