@@ -24,11 +24,22 @@ class Linear:
     """Experts of a grouped linear."""
     quantized: bool = True
     """Whether a low-precision recipe quantises it; embedding, head and router stay in bf16."""
+    parts: tuple[tuple[str, int], ...] = ()
+    """Names and outputs of the products that it is made of, where they are not fused into one; together ``outputs``."""
 
     @property
     def weight_elements(self) -> int:
         """Elements of all its weights."""
         return self.count * self.inputs * self.outputs
+
+
+def products(linear: Linear) -> list[Linear]:
+    """The products that a linear runs as: itself, or each of its parts."""
+    if not linear.parts:
+        return [linear]
+    return [
+        replace(linear, name=f"{linear.name}_{name}", outputs=width, parts=()) for name, width in linear.parts
+    ]
 
 
 def is_quantized_linear(context: LoweringContext, linear: Linear) -> bool:

@@ -13,6 +13,7 @@ from .linear import (
     forward_shape,
     input_gradient_shape,
     is_quantized_linear,
+    products,
     scale_bytes,
     weight_gradient_shape,
 )
@@ -49,13 +50,14 @@ def forward_gemm(
 ) -> int:
     """The forward GEMM of a linear on operands that are there, but for its weight; returns its last row.
 
-    ``emit`` adds it, whole or in pieces; by default the builder does.
+    ``emit`` adds it, whole or in pieces; by default the builder does. Pieces of all the products of a linear follow
+    each other on each shard, which is one GEMM here.
     """
     weight = prepare_weight(builder, context, linear) if is_quantized_linear(context, linear) else None
-    first = len(builder)
-    row = (emit or builder.gemm)(
-        linear.name, forward_shape(context, linear), scale_bytes=scale_bytes(context, linear, "TN")
-    )
+    first, row = len(builder), -1
+    add = emit or builder.gemm
+    for part in products(linear) if add == builder.gemm else [linear]:
+        row = add(part.name, forward_shape(context, part), scale_bytes=scale_bytes(context, part, "TN"))
     builder.parameter_rows.setdefault(linear.parameter, first)
     if weight is not None:
         builder.release(weight, row)
@@ -86,13 +88,36 @@ def input_gradient_gemm(
     weight = None
     if is_quantized_linear(context, linear):
         weight = prepare_weight(builder, context, linear, backward=True)
-    row = (emit or builder.gemm)(
-        f"{linear.name}_dgrad",
-        input_gradient_shape(context, linear),
-        scale_bytes=scale_bytes(context, linear, "NN"),
-    )
+    add, parts, row = emit or builder.gemm, products(linear), -1
+    for part in parts:
+        row = add(
+            f"{part.name}_dgrad",
+            input_gradient_shape(context, part),
+            scale_bytes=scale_bytes(context, part, "NN"),
+        )
     if weight is not None:
         builder.release(weight, row)
+    return row if len(parts) == 1 else _sum_of_gradients(builder, context, linear, row)
+
+
+def _sum_of_gradients(builder: ProgramBuilder, context: LoweringContext, linear: Linear, row: int) -> int:
+    """Add up what an input gets from each product that reads it; returns the row.
+
+    Autograd adds them one by one; a compiler makes one kernel of it.
+    """
+    count, size = len(linear.parts), context.item * linear.tokens * linear.inputs
+    others = builder.temporary(f"{linear.name}_other_gradients", (count - 1) * size, row)
+    part = "attention" if linear.name == "qkv" else "mlp"
+    kernels = count - 1 if context.libraries.runs_eagerly(part) else 1
+    row = builder.memory_bound(
+        f"{linear.name}_gradient_sum",
+        OpKind.ELEMENTWISE,
+        read=(count + kernels - 1) * size,
+        written=kernels * size,
+        passes=kernels,
+        dtype=context.dtype,
+    )
+    builder.release(others, row)
     return row
 
 
@@ -107,20 +132,23 @@ def weight_gradient(
 
     It reads ``consumed``, which it releases, and ``borrowed``, which others release when it runs at once.
     """
-    gemm = DeferredGemm(
-        f"{linear.name}_wgrad",
-        weight_gradient_shape(context, linear),
-        linear.parameter,
-        builder.layer,
-        builder.module,
-        (*consumed, *borrowed),
-        scale_bytes(context, linear, "NT"),
-        accumulated_type(context),
-    )
-    if builder.deferred is not None:
-        builder.defer(gemm)
-    else:
-        run_weight_gradient(builder, gemm, consumed)
+    parts = products(linear)
+    for part in parts:
+        last = part is parts[-1]
+        gemm = DeferredGemm(
+            f"{part.name}_wgrad",
+            weight_gradient_shape(context, part),
+            linear.parameter,
+            builder.layer,
+            builder.module,
+            (*consumed, *borrowed) if last else (),
+            scale_bytes(context, part, "NT"),
+            accumulated_type(context),
+        )
+        if builder.deferred is not None:
+            builder.defer(gemm)
+        else:
+            run_weight_gradient(builder, gemm, consumed if last else ())
 
 
 def run_weight_gradient(builder: ProgramBuilder, gemm: DeferredGemm, consumed: Sequence[Tensor]) -> None:

@@ -208,7 +208,8 @@ def attention_backward(
     keys: Tensor | None = None
     again = context.recomputes(Part.POSITIONS)
     if _keys_again(context):
-        linear = replace(layer_linear(context, layer, "qkv"), name="keys", outputs=context.local_kv_size)
+        projection = layer_linear(context, layer, "qkv")
+        linear = replace(projection, name="keys", outputs=context.local_kv_size, parts=())
         row = forward_again(builder, context, linear)
         keys = builder.temporary("keys", _key_bytes(saved.sizes), row)
     if again and (saved.before_norm is not None or context.model.is_rotary_layer(layer)):

@@ -47,12 +47,10 @@ from .lower_frozen import (
     frozen_column_forward,
     frozen_linear_backward,
     frozen_row_forward,
-    frozen_row_kept,
 )
 from .lower_quantization import (
     cast,
     gather_gradient,
-    gather_quantized,
     quantize_gradient,
     quantize_input,
     transpose,
@@ -63,6 +61,7 @@ from .overlap import tensor_collectives
 from .overlap.policy import GemmEmitter, ReducedGemm, TensorPlacement
 from .overlap.registry import TENSOR
 from .program import ProgramBuilder, Tensor
+from .tensor_gathers import gather_whole
 
 
 def _placement(context: LoweringContext) -> TensorPlacement:
@@ -74,16 +73,17 @@ def gather_sequence(
     builder: ProgramBuilder, context: LoweringContext, name: str, width: int | None = None
 ) -> int:
     """All-gather ``[tokens, width]`` (a hidden state by default) over the tensor-parallel ranks; returns the row."""
-    return tensor_collectives.gather_sequence(
-        builder, context, name, context.token_bytes(width), context.dtype
-    )
+    return gather_whole(builder, context, name, context.token_bytes(width), context.dtype)
 
 
 def reduce_partial_sums(
     builder: ProgramBuilder, context: LoweringContext, name: str, *, scatter: bool, width: int | None = None
 ) -> int:
     """Reduce ``[tokens, width]`` over the tensor-parallel ranks, scattered along the sequence or whole."""
-    return tensor_collectives.reduce_sums(builder, context, name, context.token_bytes(width), scatter=scatter)
+    size = context.token_bytes(width)
+    if scatter and _placement(context).copies_parts(context):
+        return tensor_collectives.CopiedReduction(builder, context, name, size).finish()
+    return tensor_collectives.reduce_sums(builder, context, name, size, scatter=scatter)
 
 
 def gathered_input(
@@ -104,7 +104,12 @@ def layer_linear(context: LoweringContext, layer: int, name: str) -> Linear:
         path, inputs, outputs = "linear_qkv", hidden, context.local_qkv_size
     else:
         path, inputs, outputs = "linear_proj", model.attention_output_size // context.tp, hidden
-    return Linear(name, context.module(layer, f"self_attention.{path}"), inputs, outputs, context.tokens)
+    parts: tuple[tuple[str, int], ...] = ()
+    if name == "qkv" and context.libraries.separate_projections:
+        queries = context.local_qkv_size - 2 * context.local_kv_size
+        parts = ("queries", queries), ("keys", context.local_kv_size), ("values", context.local_kv_size)
+    module = context.module(layer, f"self_attention.{path}")
+    return Linear(name, module, inputs, outputs, context.tokens, parts=parts)
 
 
 def column_parallel_forward(
@@ -234,39 +239,10 @@ def row_parallel_forward(
     return builder.temporary(f"{linear.name}_reduced", context.hidden_bytes, reduced)
 
 
-def last_linear_forward(
-    builder: ProgramBuilder,
-    context: LoweringContext,
-    linear: Linear,
-    source: Tensor,
-    *,
-    discard_input: bool = False,
-    keep_copy: bool = True,
-) -> Tensor:
-    """The last linear of a layer that runs again: what backward reads of it, which is its input.
-
-    A function of Transformer Engine saves it behind its product; PyTorch's products save theirs before they run.
-    Arguments as in :func:`row_parallel_forward`, which runs where ``source`` is kept quantised, or frozen weights are
-    Transformer Engine's.
-    """
-    transformer_engine = context.libraries.transformer_engine
-    if is_quantized_linear(context, linear) or (context.freezes_weights and transformer_engine):
-        return row_parallel_forward(
-            builder, context, linear, source, discard_input=discard_input, keep_copy=keep_copy
-        )
-    if transformer_engine:
-        row = linear_forward(builder, context, linear, None)
-        return builder.temporary(f"{linear.name}_output", context.gathered_bytes, row)
-    if context.freezes_weights:
-        frozen_row_kept(builder, context, linear, source, discard_input=discard_input)
-    # Nothing is made; a byte stands for it.
-    return builder.temporary(f"{linear.name}_output", 1.0, builder.last_row)
-
-
 def _gathers_quantized(context: LoweringContext) -> bool:
     """Whether inputs and gradients are gathered quantised; pieces always are, for each is what a product reads."""
     assert context.recipe is not None
-    return context.recipe.gathers_quantized or _placement(context).in_pieces
+    return context.recipe.gathers_quantized or _placement(context).cuts_gathers(context)
 
 
 def _gathered_column_forward(
@@ -281,10 +257,11 @@ def _gathered_column_forward(
 ) -> int:
     """A column-parallel linear that quantises its input behind the gather."""
     size, placement = context.token_bytes(width or linear.inputs), _placement(context)
-    gather = placement.gather(builder, context, f"{linear.name}_all_gather", size, context.dtype)
-    gathered = builder.temporary("gathered_input", size, gather.row)
+    arrived = gather_whole(builder, context, f"{linear.name}_all_gather", size, context.dtype)
+    builder.wait_for(arrived)
+    gathered = builder.temporary("gathered_input", size, arrived)
     if not keep_input:
-        builder.release(source, gather.end)
+        builder.release(source, arrived)
     row = linear_forward(builder, context, linear)
     if keep_input and keep_copy and builder.keep_activations and not placement.gathers_again:
         builder.promote(gathered, "gathered_input")
@@ -436,7 +413,7 @@ def _quantized_column_backward(
     shard = operand = weight_gradient_input(builder, context, linear, local, source, sharded=sharded)
     gather = -1
     if sharded:
-        gather = gather_quantized(builder, context, f"{linear.name}_input_all_gather", size)
+        gather = gather_whole(builder, context, f"{linear.name}_input_all_gather", size, recipe.element)
         operand = builder.temporary("gathered_input", size, gather)
         if not _placement(context).beside_weights:
             builder.wait_for(gather)
@@ -466,22 +443,29 @@ def _reduced_input_gradient(
     reduced: ReducedGemm | None = None
     if context.tp > 1:
         name, size = f"{linear.name}_gradient", context.token_bytes(linear.inputs)
-        scatter = context.sequence_parallel
-        reduced = placement.gradient_reduction(builder, context, name, size, scatter=scatter)
+        scatter, summed = context.sequence_parallel, bool(linear.parts)
+        reduced = placement.gradient_reduction(builder, context, name, size, scatter=scatter, summed=summed)
     d_input = input_gradient(builder, context, linear, reduced.gemm if reduced else None)
     if operand is not None:
         builder.release(operand, builder.last_row)
     if reduced is None:
         return d_input, -1
     reduction = reduced.finish()
-    builder.wait_for(gather if placement.beside_weights else reduction)
+    # The weight gradient behind it reads what is gathered.
+    builder.wait_for(gather, -1 if _reduces_beside_weights(context, linear) else reduction)
     return d_input, reduction
+
+
+def _reduces_beside_weights(context: LoweringContext, linear: Linear) -> bool:
+    """Whether the gradient of the input is reduced beside the weight gradient."""
+    placement = _placement(context)
+    return placement.beside_weights and (placement.reduces_sums_beside or not linear.parts)
 
 
 def _awaited_input_gradient(
     builder: ProgramBuilder, context: LoweringContext, linear: Linear, d_input: Tensor, reduction: int
 ) -> Tensor:
-    if reduction >= 0 and _placement(context).beside_weights:
+    if reduction >= 0 and _reduces_beside_weights(context, linear):
         builder.wait_for(reduction)
     if not context.sequence_parallel:
         return d_input

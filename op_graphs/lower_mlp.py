@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 from . import pointwise
 from .linear_gemms import forward_again
+from .lower_last_linear import last_linear_forward
 from .lower_linear import (
     Linear,
     column_parallel_backward,
     column_parallel_forward,
-    last_linear_forward,
     row_parallel_backward,
     row_parallel_forward,
 )
@@ -58,10 +58,15 @@ class Mlp:
     @classmethod
     def _of(cls, context: LoweringContext, layer: int, path: str, prefix: str, width: int) -> Mlp:
         hidden, local = context.model.hidden_size, width // context.tp
-        first = local * (2 if context.model.gated else 1)
+        first, separate = local * (2 if context.model.gated else 1), context.libraries.separate_projections
         return cls(
             Linear(
-                f"{prefix}fc1", context.module(layer, f"{path}.linear_fc1"), hidden, first, context.tokens
+                f"{prefix}fc1",
+                context.module(layer, f"{path}.linear_fc1"),
+                hidden,
+                first,
+                context.tokens,
+                parts=(("gate", local), ("up", local)) if first > local and separate else (),
             ),
             Linear(
                 f"{prefix}fc2", context.module(layer, f"{path}.linear_fc2"), local, hidden, context.tokens
@@ -145,7 +150,7 @@ def mlp_backward(
         fc1_output = restore(builder, context, f"{mlp.fc1.name}_output", elements, fc1_output, width)
     up: Tensor | None = None
     if _up_again(context):
-        half = replace(mlp.fc1, name=f"{mlp.fc1.name}_up", outputs=mlp.fc1.outputs // 2)
+        half = replace(mlp.fc1, name=f"{mlp.fc1.name}_up", outputs=mlp.fc1.outputs // 2, parts=())
         row = forward_again(builder, context, half)
         up = builder.temporary(half.name, context.token_bytes(half.outputs), row)
     if fc2_input is None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from .linear import Linear
 from .lowering_context import LoweringContext
-from .overlap.tensor_collectives import gather_sequence
 from .precision import PrecisionRecipe
 from .program import ProgramBuilder, Tensor
+from .tensor_gathers import gather_whole
 from .vocabulary import Communication, Dimension, DType, OpKind
 
 _SCALE_BYTES = 4.0
@@ -246,7 +246,7 @@ def _operands(
 
 def gather_quantized(builder: ProgramBuilder, context: LoweringContext, name: str, size: float) -> int:
     """All-gather ``size`` bytes (whole) of quantised elements over the tensor-parallel ranks; returns the row."""
-    return gather_sequence(builder, context, name, size, _recipe(context).element)
+    return gather_whole(builder, context, name, size, _recipe(context).element)
 
 
 def prepare_weight(

@@ -20,7 +20,8 @@ class Recompute:
     ``mode`` is ``none``, ``full`` (whole layers: the input of each block of layers is kept) or ``selective``
     (``modules`` inside every layer). For ``full``, ``method`` ``uniform`` keeps the input of every group of
     ``layers`` layers, ``block`` recomputes the first ``layers`` layers of a chunk one by one and keeps the rest
-    (Megatron-LM ``--recompute-method``), ``every`` recomputes every ``layers``-th layer (torchtitan).
+    (Megatron-LM ``--recompute-method``), ``every`` recomputes every ``layers``-th layer (torchtitan),
+    and stops early.
 
     ``selective`` with ``keep`` is torchtitan's policy by operators: with ``products`` outputs of matrix products and of
     attention are kept, everything between them (norms, positions, residuals, activations) runs again. With
@@ -116,6 +117,9 @@ class LibraryPlan:
     fp32_norm_inputs: bool = False
     """Whether a fused norm reads a copy of its input in fp32, which a kernel makes before it, as models that write
     ``norm(x.float())`` have it."""
+    separate_projections: bool = False
+    """Whether queries, keys and values, and the two halves of a gated MLP, are linears of their own (torchtitan
+    ``models/llama``, Hugging Face); else one product each."""
     deterministic: bool = False
     """Whether only kernels with reproducible results may run (``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``), which on
     Blackwell leaves FlashAttention 2 in place of cuDNN's attention; its time is not told apart."""

@@ -182,8 +182,12 @@ def activation_backward(
 
 
 def input_gradients(builder: ProgramBuilder, context: LoweringContext, part: str, products: int) -> None:
-    """Sum the gradients that an input gets from ``products`` linears of a part, where they are not fused into one."""
-    if not context.libraries.runs_eagerly(part) or products < 2:
+    """Sum the gradients that an input gets from ``products`` linears of a part, where they are not fused into one.
+
+    With ``libraries.separate_projections`` the products stand for themselves, and so does their sum.
+    """
+    libraries = context.libraries
+    if not libraries.runs_eagerly(part) or libraries.separate_projections or products < 2:
         return
     size = (products - 1) * context.token_bytes()
     builder.memory_bound(

@@ -26,14 +26,48 @@ from tracesim.scenario import load_scenario, scenario_to_mapping
 @pytest.mark.parametrize(("every", "layers"), [(1, [0, 1, 2, 3]), (2, [1, 3]), (3, [2]), (5, [])])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_every_nth_layer_runs_again(every, layers, pp):
-    scenario, plain = lowered(parallel__pp=pp)
-    _, again = lowered(parallel__pp=pp, training__recompute={"every": every})
+    changes: dict[str, Any] = {"parallel__pp": pp, "libraries__transformer_engine": False}
+    scenario, plain = lowered(**changes)
+    _, again = lowered(**changes, training__recompute={"every": every})
     assert_nothing_leaks(again)
     rows = again.operations.phase == Phase.RECOMPUTE
     assert sorted(set(again.operations.layer[rows].tolist())) == layers
-    layer = (linear_flops(scenario) + attention_flops(scenario)) / scenario.model.layers
+    model = scenario.model
+    layer = (linear_flops(scenario) + attention_flops(scenario)) / model.layers
+    # Nothing in backward reads what the last product of a layer makes.
+    layer -= 2 * model.ffn_size * model.hidden_size
     added = step_flops(again, scenario) - step_flops(plain, scenario)
     assert added == pytest.approx(scenario.tokens * len(layers) * layer, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8-tensorwise", "fp8-rowwise"])
+@pytest.mark.parametrize("policy", ["in-place", "gathered-once", "async-tp"])
+def test_a_layer_runs_again_as_far_as_its_backward_needs_it(dtype, policy):
+    """Up to the input of its last product (``torch.utils.checkpoint`` stops there), Megatron-LM's to its end."""
+    changes: dict[str, Any] = {
+        "parallel": {"tp": 2, "sp": True},
+        "overlap__tp": policy,
+        "training__dtype": dtype,
+        "hardware": "h100-sxm",
+        "libraries__transformer_engine": False,
+    }
+    whole, needed = (lowered(**changes, training__recompute=rule)[1] for rule in ("full", {"every": 1}))
+    assert_nothing_leaks(needed)
+
+    def again(graph):
+        rows = graph.operations.phase == Phase.RECOMPUTE
+        return Counter(graph.strings[name] for name in graph.operations.name[rows])
+
+    left_out = set(again(whole) - again(needed))
+    assert {"fc2", "mlp_residual"} <= left_out
+    assert all(name.startswith(("fc2", "mlp_residual")) for name in left_out)
+    assert not again(needed) - again(whole)
+    backward = [graph.operations.phase != Phase.RECOMPUTE for graph in (whole, needed)]
+    kept = [
+        Counter(graph.strings[name] for name in graph.operations.name[rows])
+        for graph, rows in zip((whole, needed), backward, strict=True)
+    ]
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("plan", [{}, {"tp": 4}, {"tp": 4, "sp": True}, {"pp": 2, "dp": 2, "zero": 3}])

@@ -236,6 +236,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
             EAGER_PARTS,
         ),
         "fp32_norm_inputs": _flag(_LIBRARIES.fp32_norm_inputs),
+        "separate_projections": _flag(_LIBRARIES.separate_projections),
         "deterministic": _flag(_LIBRARIES.deterministic),
         "batch_fetch_waits": _flag(_LIBRARIES.batch_fetch_waits),
         "nan_checks": _flag(_LIBRARIES.nan_checks),
@@ -410,7 +411,7 @@ def _read_torchtitan(value: Mapping[Any, Any], problems: Problems) -> Recompute:
                 "must be a whole number from 1: every how many layers one is recomputed",
             )
             return Recompute()
-        return Recompute("full", (), every, "every")
+        return Recompute("full", (), every, "every", stops_early=True)
     keep = value["keep"]
     if not isinstance(keep, str) or keep not in KEEP_RULES:
         problems.add(

@@ -1,4 +1,4 @@
-"""``attention.flash_2_ratio`` and ``flash_1_ratio``: rate of an older FlashAttention over the machine's best kernel.
+"""``attention.flash_1_ratio``: rate of the first FlashAttention over the machine's best kernel.
 
 Rows of one source whose sequences are so long (:data:`LONG_SEQUENCE` tokens and more) that attention takes much of the
 step: the ratio that each row asks for, as time is linear in its inverse, and the median of them. Only one node, so that
@@ -18,29 +18,30 @@ from tracesim.scenario import Scenario
 from .result import Fit, expressed, installed_value, time_ms
 
 SOURCE = "llm-foundry-mpt"
-FIGURES = {
-    "attention.flash_2_ratio": ("h100-sxm", "flash-2"),
-    "attention.flash_1_ratio": ("a100-sxm-80g", "flash-1"),
-}
-"""Profile and kernel of each figure."""
+FIGURES = ("attention.flash_1_ratio",)
+KERNEL = "flash-1"
+PROFILES = ("h100-sxm", "a100-sxm-80g")
 LONG_SEQUENCE = 16384
 """Tokens from which on a sequence is long."""
 _NODE = 8
 
 
 def fit(files: Sequence[Path], figure: str = "") -> list[Fit]:
-    """The fits whose rows are there; of one figure, or of both."""
+    """The fits of the machines whose rows are there."""
+    if figure not in ("", *FIGURES):
+        return []
     rows = [row for source, row in expressed(files) if source == SOURCE and _is_long(row.scenario)]
     fits = []
-    for path, (profile, kernel) in FIGURES.items():
-        own = [row for row in rows if row.scenario.training.attention == kernel]
-        if own and figure in ("", path):
-            fits.append(_ratio(path, profile, own))
+    for profile in PROFILES:
+        own = [row for row in rows if row.scenario.hardware.name.startswith(profile)]
+        if own:
+            fits.append(_ratio(FIGURES[0], profile, own))
     return fits
 
 
 def _is_long(scenario: Scenario) -> bool:
-    return scenario.training.seq_len >= LONG_SEQUENCE and scenario.parallel.world_size <= _NODE
+    long = scenario.training.seq_len >= LONG_SEQUENCE and scenario.parallel.world_size <= _NODE
+    return long and scenario.training.attention == KERNEL
 
 
 def _ratio(path: str, profile: str, rows: Sequence[MeasuredRow]) -> Fit:

@@ -38,8 +38,6 @@ class SourceSettings:
     recompute: str | None = None
     zero: int | None = None
     attention: str | None = None
-    attention_by_gpu: Mapping[str, str] = field(default_factory=dict)
-    """Kernels of sources whose tables are of different years, by the beginning of the GPU's name."""
     schedule: str | None = None
     sp: bool = False
     overlap: Mapping[str, bool | str] = field(default_factory=dict)
@@ -50,6 +48,8 @@ class SourceSettings:
     cross_entropy_fusion: bool | str = False
     loss_compiled_in: tuple[str, ...] = ()
     """Tables, by their beginning, whose compiled runs compile the loss as well."""
+    microbatch_a_stage_in: tuple[str, ...] = ()
+    """Tables, by their beginning, whose local batch is cut into as many microbatches as a pipeline has ranks."""
     transformer_engine: bool = True
     eager: bool | tuple[str, ...] = False
     """Whether pointwise operations are neither fused nor, where a row does not say so, compiled; or which of them."""
@@ -57,6 +57,8 @@ class SourceSettings:
     """Whether norms read fp32 copies of their inputs."""
     norms_run_again: bool = False
     """Whether norms run again in the backward of runs that recompute nothing else."""
+    separate_projections: bool = False
+    """Whether queries, keys and values, and the halves of a gated MLP, are linears of their own."""
     flat_parameters: bool = False
     """Whether ZeRO-3 is PyTorch's first FSDP, with a flat parameter a unit."""
     whole_tensors: bool = False
@@ -79,13 +81,6 @@ class SourceSettings:
     notes: tuple[str, ...] = ()
     refused: str = ""
     """Why no row of the source is expressed."""
-
-    def attention_on(self, gpu: str) -> str | None:
-        """The attention kernel of a row on a GPU; None if the source does not say."""
-        for beginning, kernel in self.attention_by_gpu.items():
-            if gpu.lower().startswith(beginning):
-                return kernel
-        return self.attention
 
     def fabric_on(self, gpu: str) -> float | None:
         """GB/s of the network for each GPU; None if the profile's holds."""
@@ -283,7 +278,11 @@ SETTINGS: dict[str, SourceSettings] = {
     # false and norm_type = "rmsnorm", written out in tensor operations (models/norms.py). Tensor parallelism always
     # comes with sequence parallelism (parallelisms/parallelize_llama.py).
     "torchtitan-perf-2024": SourceSettings(
-        attention="flash-2", transformer_engine=False, eager=True, cross_entropy_fusion="torch"
+        attention="flash-2",
+        transformer_engine=False,
+        eager=True,
+        separate_projections=True,
+        cross_entropy_fusion="torch",
     ),
     # Since 2025 it compiles the loss with the layers (components/loss.py): one pass over the logits and one over their
     # gradient.
@@ -291,9 +290,13 @@ SETTINGS: dict[str, SourceSettings] = {
         attention="flash-2",
         transformer_engine=False,
         sp=True,
+        separate_projections=True,
         shards_over_context=True,
         cross_entropy_fusion="torch",
         loss_compiled_in=("2025",),
+        # pipelining_utils.py of 2024: without experimental.pipeline_parallel_microbatches as many as the pipeline has
+        # ranks; since 2025 of one sequence each (config_manager.py, pipeline_parallel_microbatch_size).
+        microbatch_a_stage_in=("2024",),
         seq_len=8192,
         dtype="bf16",
         zero=3,
@@ -323,6 +326,7 @@ SETTINGS: dict[str, SourceSettings] = {
         transformer_engine=False,
         sp=True,
         uneven_stages=True,
+        separate_projections=True,
         shards_over_context=True,
         cross_entropy_fusion="torch",
         overlap={"tp": "gathered-once"},
@@ -341,9 +345,10 @@ SETTINGS: dict[str, SourceSettings] = {
     ),
     # Their rows have argument lists, which ``megatron_rows`` reads.
     "megatron-golden": SourceSettings(refused="a functional test without its argument list"),
-    # PyTorch FSDP; ZeRO-3 or ZeRO-2 comes from the row. Transformer Engine of 2023 has delayed scaling only. The A100
-    # tables are of the first release (May 2023), whose kernel was Triton's of the first FlashAttention; the H100
-    # tables came later, with FlashAttention-2. scripts/train/yamls/pretrain/mpt-*.yaml: mixed_precision PURE, in which
+    # PyTorch FSDP; ZeRO-3 or ZeRO-2 comes from the row. Transformer Engine of 2023 has delayed scaling only. One
+    # script (scripts/train/benchmarking/sweep.sh, with the batches of these rows) made the A100 and the H100 tables,
+    # with PyTorch 2.0.1 and attn_impl triton, the default of submit_benchmarks.py and of the configurations: Triton's
+    # kernel of the first FlashAttention. scripts/train/yamls/pretrain/mpt-*.yaml: mixed_precision PURE, in which
     # gradients are reduced in bf16, and Composer's decoupled AdamW, a kernel for each operation. MPT's loss is fused,
     # but two metrics of training compute a cross entropy of the logits each (llmfoundry/models/mpt/modeling_mpt.py,
     # train_metrics), which together is the traffic of PyTorch's loss.
@@ -353,7 +358,7 @@ SETTINGS: dict[str, SourceSettings] = {
         flat_parameters=True,
         grad_reduce_dtype="bf16",
         cross_entropy_fusion="torch",
-        attention_by_gpu={"a100": "flash-1", "h100": "flash-2"},
+        attention="flash-1",
         transformer_engine=False,
         schedule="1f1b",
         fp8_scaling="delayed",

@@ -136,6 +136,7 @@ def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
             "transformer_engine": settings.transformer_engine,
             "eager": False if "compile" in text_at(row, "technique") else settings.eager,
             "fp32_norm_inputs": settings.fp32_norm_inputs,
+            "separate_projections": settings.separate_projections,
             "batch_fetch_waits": settings.batch_fetch_waits,
         },
     }
@@ -300,7 +301,7 @@ def _training(
 ) -> dict[str, Any]:
     model = mapping_at(row, "model")
     seq_len = count_at(model, "seq", default=settings.seq_len)
-    attention = settings.attention_on(text_at(row, "gpu"))
+    attention = settings.attention
     if attention is None:
         raise RowSkippedError("neither the row nor its source says which attention kernel ran")
     training: dict[str, Any] = {
@@ -327,7 +328,7 @@ def _training(
             row, "num_microbatches", default=1 if row.get("local_batch") is not None else None
         )
     if row.get("local_batch") is not None:
-        _cut_into_microbatches(training, parallel)
+        _cut_into_microbatches(training, parallel, row, settings)
     return training
 
 
@@ -356,11 +357,17 @@ def _precision_text(row: Mapping[str, Any]) -> str:
     return text_at(row, "precision") or ("float8" if "float8" in technique else "")
 
 
-def _cut_into_microbatches(training: dict[str, Any], parallel: Mapping[str, Any]) -> None:
-    """Cut the local batch of torchtitan into microbatches of one sequence where there is a pipeline."""
-    if parallel["pp"] > 1:
-        training["num_microbatches"] = training["micro_batch_size"]
-        training["micro_batch_size"] = 1
+def _cut_into_microbatches(
+    training: dict[str, Any], parallel: Mapping[str, Any], row: Mapping[str, Any], settings: SourceSettings
+) -> None:
+    """Cut the local batch of torchtitan where there is a pipeline: into one sequence each, or one for each stage."""
+    if parallel["pp"] == 1:
+        return
+    batch, early = training["micro_batch_size"], settings.microbatch_a_stage_in
+    count = parallel["pp"] if early and text_at(row, "table").startswith(early) else batch
+    if batch % count:
+        raise RowSkippedError(f"a local batch of {batch} does not divide into {count} microbatches")
+    training.update(num_microbatches=count, micro_batch_size=batch // count)
 
 
 def _precision(precision: str, settings: SourceSettings) -> dict[str, str]:
@@ -407,6 +414,7 @@ _MODULES = {
 }
 """Modules that are recomputed, by the words of tables."""
 _TORCHTITAN: dict[str, dict[str, Any]] = {
+    "full ac": {"every": 1},
     "selective layer ac": {"every": 2},
     "selective op ac": {"keep": "every-second-product"},
     "per-op sac": {"keep": "every-second-product"},

@@ -143,6 +143,8 @@ class TensorPlacement(OverlapPolicy):
     """Whether the second gather of an input and the reduction of its gradient run beside GEMMs that need neither."""
     in_pieces: ClassVar[bool] = False
     """Whether what is gathered or reduced exists in pieces only, which nothing beside its own GEMM can read."""
+    reduces_sums_beside: ClassVar[bool] = True
+    """Whether that holds of a gradient, too, that several products add up to."""
     gathers_again: ClassVar[bool] = True
     """Whether the backward gathers an input again; else the forward keeps it whole, unless operands are quantised."""
 
@@ -160,9 +162,27 @@ class TensorPlacement(OverlapPolicy):
 
     @abstractmethod
     def gradient_reduction(
-        self, builder: ProgramBuilder, context: LoweringContext, name: str, size: float, *, scatter: bool
+        self,
+        builder: ProgramBuilder,
+        context: LoweringContext,
+        name: str,
+        size: float,
+        *,
+        scatter: bool,
+        summed: bool = False,
     ) -> ReducedGemm:
-        """The same for the gradient of an input, behind which its weight gradient follows."""
+        """The same for the gradient of an input, behind which its weight gradient follows.
+
+        ``summed`` says that several products add up to it, so that what is reduced is not what a GEMM writes.
+        """
+
+    def cuts_gathers(self, context: LoweringContext) -> bool:
+        """Whether a gather comes in pieces, with the recipe of ``context``."""
+        return self.in_pieces
+
+    def copies_parts(self, context: LoweringContext) -> bool:
+        """Whether whole collectives along the sequence need a copy between the order of ranks and that of tokens."""
+        return False
 
 
 # -- context parallelism -------------------------------------------------------------------------------------------

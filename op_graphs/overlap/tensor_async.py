@@ -11,7 +11,7 @@ from op_graphs.program import ProgramBuilder
 from op_graphs.vocabulary import DType, OpKind
 
 from .policy import GatheredGemm, ReducedGemm, TensorPlacement
-from .tensor_collectives import WholeReduction, exchange_shard, gemm_pieces
+from .tensor_collectives import CopiedReduction, WholeReduction, exchange_shard, gemm_pieces
 from .tensor_userbuffers import PiecewiseReader, needs_sequence_parallel
 
 
@@ -21,8 +21,12 @@ class TensorAsync(TensorPlacement):
     In front of a GEMM the own shard is copied into symmetric memory; the shards of the others are copied from there
     one after the other, and the GEMM runs on each as it arrives. A GEMM in front of a reduction computes the piece of
     one rank after the other and sends each to its owner, the own one last; then a kernel adds the ``tp`` partial sums.
-    Gradients of inputs are reduced in the same way. Gathered inputs are kept for the backward, as autograd keeps what a
-    redistributed DTensor's linear reads; quantised ones are gathered again.
+    Gradients of inputs are reduced in the same way, but where several products add up to one: in front of a reduction
+    the compiler looks for a product, and finds a sum (``torch/_inductor/fx_passes/micro_pipeline_tp.py``,
+    ``_find_producer_matmul``). Nor does it find gathers in front of products whose scales are of rows
+    (github.com/pytorch/pytorch/issues/149990). Both are whole, with the copies of ``gathered-once``. Gathered inputs
+    are kept for the backward, as autograd keeps what a redistributed DTensor's linear reads; quantised ones are
+    gathered again.
 
     Source: ``torch/distributed/_symmetric_memory`` (``_fused_all_gather_matmul``, ``_fused_matmul_reduce_scatter``).
     """
@@ -31,6 +35,7 @@ class TensorAsync(TensorPlacement):
     beside = "copies of shards beside the pieces of the GEMM that reads or makes them, forward and backward"
     follows = "torchtitan with parallelism.enable_async_tensor_parallel"
     beside_weights = True
+    reduces_sums_beside = False
     in_pieces = True
     gathers_again = False
 
@@ -58,10 +63,27 @@ class TensorAsync(TensorPlacement):
         return _SentPieces(builder, context, name, size)
 
     def gradient_reduction(
-        self, builder: ProgramBuilder, context: LoweringContext, name: str, size: float, *, scatter: bool
+        self,
+        builder: ProgramBuilder,
+        context: LoweringContext,
+        name: str,
+        size: float,
+        *,
+        scatter: bool,
+        summed: bool = False,
     ) -> ReducedGemm:
-        """As :meth:`reduction`."""
+        """As :meth:`reduction`; a sum is reduced whole, where it stands."""
+        if summed and scatter:
+            return CopiedReduction(builder, context, name, size)
         return self.reduction(builder, context, name, size, scatter=scatter)
+
+    def cuts_gathers(self, context: LoweringContext) -> bool:
+        """Not in front of products whose scales are of rows: the compiler does not find the pair."""
+        return context.recipe is None or context.recipe.gathers_quantized
+
+    def copies_parts(self, context: LoweringContext) -> bool:
+        """Where gathers are whole."""
+        return not self.cuts_gathers(context)
 
 
 @dataclass

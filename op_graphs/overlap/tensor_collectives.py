@@ -99,3 +99,50 @@ class WholeReduction:
     def finish(self) -> int:
         """Add the collective."""
         return reduce_sums(self.builder, self.context, self.name, self.size, scatter=self.scatter)
+
+
+def copy_parts(
+    builder: ProgramBuilder, context: LoweringContext, name: str, size: float, dtype: DType
+) -> int:
+    """Copy ``size`` bytes between the order of ranks, which collectives know, and that of tokens; returns the row.
+
+    The sequence is the second dimension of a DTensor, and what a collective joins or cuts is the first: the shards of
+    all ranks are put beside each other behind a gather and in front of a reduce-scatter (``torch/distributed/``
+    ``_functional_collectives.py``, ``all_gather_tensor`` and ``reduce_scatter_tensor`` with a dimension other than 0).
+    """
+    return builder.memory_bound(name, OpKind.MEMCPY, read=size, written=size, dtype=dtype)
+
+
+def gathered_in_order(
+    builder: ProgramBuilder, context: LoweringContext, name: str, size: float, dtype: DType
+) -> int:
+    """All-gather ``size`` bytes (whole) and copy them in the order of tokens; returns the row of the copy."""
+    row = gather_sequence(builder, context, name, size, dtype)
+    parts = builder.temporary("gathered_parts", size, row)
+    builder.wait_for(row)
+    row = copy_parts(builder, context, f"{name}_order", size, dtype)
+    builder.release(parts, row)
+    return row
+
+
+@dataclass(frozen=True)
+class CopiedReduction:
+    """A GEMM, and behind it a copy in the order of ranks and one reduce-scatter."""
+
+    builder: ProgramBuilder
+    context: LoweringContext
+    name: str
+    size: float
+
+    def gemm(self, name: str, shape: GemmShape, *, scale_bytes: float = 0.0) -> int:
+        """Add the GEMM whole."""
+        return self.builder.gemm(name, shape, scale_bytes=scale_bytes)
+
+    def finish(self) -> int:
+        """Add the copy and the collective."""
+        builder, context = self.builder, self.context
+        row = copy_parts(builder, context, f"{self.name}_scatter_order", self.size, context.dtype)
+        parts = builder.temporary("parts_to_scatter", self.size, row)
+        row = reduce_sums(builder, context, self.name, self.size, scatter=True)
+        builder.release(parts, row)
+        return row

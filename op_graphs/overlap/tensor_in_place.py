@@ -32,7 +32,14 @@ class TensorInPlace(TensorPlacement):
         return WholeReduction(builder, context, name, size, scatter)
 
     def gradient_reduction(
-        self, builder: ProgramBuilder, context: LoweringContext, name: str, size: float, *, scatter: bool
+        self,
+        builder: ProgramBuilder,
+        context: LoweringContext,
+        name: str,
+        size: float,
+        *,
+        scatter: bool,
+        summed: bool = False,
     ) -> ReducedGemm:
         """A collective behind the GEMM."""
         return WholeReduction(builder, context, name, size, scatter)

@@ -59,7 +59,14 @@ class TensorUserbuffers(TensorPlacement):
         return _PipelinedReduction(builder, context, name, size)
 
     def gradient_reduction(
-        self, builder: ProgramBuilder, context: LoweringContext, name: str, size: float, *, scatter: bool
+        self,
+        builder: ProgramBuilder,
+        context: LoweringContext,
+        name: str,
+        size: float,
+        *,
+        scatter: bool,
+        summed: bool = False,
     ) -> ReducedGemm:
         """In bulk, beside the weight gradient."""
         return WholeReduction(builder, context, name, size, scatter)
