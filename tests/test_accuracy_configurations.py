@@ -127,11 +127,20 @@ def test_recipes_of_hybrid_models_run_again_and_capture_what_the_machine_asks_fo
     assert (recipe.router_fusion, recipe.weighted_squared_relu_fusion) == (False, True)
 
 
-@pytest.mark.parametrize(("release", "dispatcher"), [((26, 4), "alltoall"), ((26, 6), "deepep")])
-def test_nemotron_3_super_moved_tokens_by_all_to_all_until_its_recipe_set_the_type(release, dispatcher):
+@pytest.mark.parametrize(
+    ("release", "precision", "dispatcher", "layers"),
+    [
+        ((26, 4), "nvfp4", "alltoall", 0),
+        ((26, 6), "nvfp4", "deepep", 14),
+        ((26, 6), "mxfp8", "deepep", 0),
+    ],
+)
+def test_nemotron_3_super_got_another_dispatcher_and_precision_in_26_06(
+    release, precision, dispatcher, layers
+):
     degrees = {"tp": 1, "pp": 1}
-    recipe = bridge_recipe("nemotron3-super-120b-a12b", "gb300", "nvfp4", 1, degrees, release)
-    assert recipe.dispatcher == dispatcher
+    recipe = bridge_recipe("nemotron3-super-120b-a12b", "gb300", precision, 1, degrees, release)
+    assert (recipe.dispatcher, recipe.bf16_last_layers) == (dispatcher, layers)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ _MIXER_GRAPHS = ("attn", "mamba", "moe_router", "moe_preprocess")
 _ROUTER_GRAPHS = ("moe_router", "moe_preprocess")
 _WHOLE = (FULL_ITERATION,)
 FLEXIBLE_SUPER = (26, 6)
-"""Release from which recipes of Nemotron 3 Super set ``moe_token_dispatcher_type`` to ``flex``."""
+"""Release from which recipes of Nemotron 3 Super set ``moe_token_dispatcher_type`` to ``flex``, and take the precision
+``nemotron_3_super_bf16_with_nvfp4_mixed``."""
 CAPTURED_MOE = (26, 6)
 """Release from which MXFP8 recipes of mixtures capture whole iterations, with what that needs: fused grouped products
 that read the numbers of tokens on the device."""
@@ -42,6 +43,8 @@ class Recipe:
     """``moe_router_fusion`` of a mixture; recipes of Nemotron 3 Nano set False, those of Super leave it at False."""
     weighted_squared_relu_fusion: bool = False
     """``use_fused_weighted_squared_relu``."""
+    bf16_last_layers: int = 0
+    """``num_layers_at_end_in_bf16``, where ``first_last_layers_bf16`` is set."""
 
     @property
     def recompute_setting(self) -> str | dict[str, Any]:
@@ -110,12 +113,16 @@ def _nemotron(model: str, gpu: str, precision: str, release: tuple[int, int]) ->
     """``scripts/performance/configs/nemotronh/nemotron_3_workload_base_configs.py``, which all rows agree with.
 
     HybridEP counts as node-limited dispatch. Super's recipe asks for the all-to-all dispatcher, and before 26.06
-    (``nemotron_3_llm_pretrain.py``) only the back end of the other one was set, which changes nothing. That 14 of its
-    layers stay in bf16 beside NVFP4 is not expressed.
+    (``nemotron_3_llm_pretrain.py``) only the back end of the other one was set, which changes nothing. Since then 14 of
+    its layers stay in bf16 beside NVFP4, and some linears of the others, which is not expressed.
     """
     if model.startswith("nemotron3-super"):
-        dispatcher = "deepep" if release >= FLEXIBLE_SUPER else "alltoall"
-        return replace(_nemotron_super(gpu, precision), dispatcher=dispatcher)
+        later = release >= FLEXIBLE_SUPER
+        return replace(
+            _nemotron_super(gpu, precision),
+            dispatcher="deepep" if later else "alltoall",
+            bf16_last_layers=14 if later and precision == "nvfp4" else 0,
+        )
     if gpu == "h100" and precision == "bf16":
         return Recipe(("moe", "layernorm"), "deepep", False, ("attn", "mamba"))
     # Recipes name moe_act beside moe, which running experts again as a whole includes.

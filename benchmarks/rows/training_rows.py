@@ -163,6 +163,7 @@ def _apply_recipe(mapping: dict[str, Any], row: Mapping[str, Any]) -> None:
     recipe = bridge_recipe(name, gpu, training["dtype"], training["micro_batch_size"], parallel, release)
     training["recompute"] = recipe.recompute_setting
     training["cuda_graphs"] = list(recipe.cuda_graphs) or None
+    training["bf16_last_layers"] = recipe.bf16_last_layers
     drops = "tokendrop" in str(mapping_at(row, "model").get("name"))
     if drops:
         base = mapping["model"]
