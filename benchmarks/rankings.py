@@ -56,7 +56,7 @@ class Cell:
 
 def iteration_time_ms(scenario: Scenario) -> float:
     """Simulated time of a step in milliseconds."""
-    return float(simulate(scenario).execution.end.max()) / 1e6
+    return simulate(scenario).execution.iteration_ns / 1e6
 
 
 def rank_cells(

@@ -54,8 +54,9 @@ NOTES: dict[str, SourceNote] = {
     "zero-bubble": SourceNote(
         "GPT 1.5B to 28B with several schedules, 8 to 32 A100 (arXiv:2401.10241)",
         "host.resume_us: 6 rows, by the paper's own profile",
-        "the 6.2B model's forward pass is 14 % slower in the paper's profile than here, and its rows are fast too; "
-        "calculated bubbles are low because weight gradients are 7 to 12 % slower here and forwards faster",
+        "the 6.2B model's forward pass is 10 % slower in the paper's profile than here, its rows are fast too, and "
+        "the cause is not found; calculated bubbles are low because weight gradients are 7 to 12 % slower here and "
+        "forwards faster",
     ),
     "internevo": SourceNote(
         "InternLM 7B, 8 to 256 A100",

@@ -142,7 +142,7 @@ def step_figures(
         for rank, curve in enumerate(simulation.memory)
     ]
     return {
-        "iteration_time_ms": int(execution.end.max()) / 1e6,
+        "iteration_time_ms": execution.iteration_ns / 1e6,
         "calculated_bubble_fraction": calculated_bubble(scenario, graph, execution) if bubble else None,
         **{
             key: max(stage[key] for stage in stages) if stages[0][key] is not None else None

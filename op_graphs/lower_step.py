@@ -211,16 +211,7 @@ def _optimizer_step(
         access="stream",
         dtype=dtype,
     )
-    if context.parallel.world_size > 1:
-        row = builder.collective(
-            RENDEZVOUS_GRADIENT_NORM,
-            Communication.ALL_REDUCE,
-            4.0,
-            Dimension.WORLD,
-            context.group(Dimension.WORLD),
-            dtype=DType.FP32,
-        )
-        builder.wait_for(row)
+    _reduce_gradient_norm(builder, context)
     builder.memory_bound("gradient_clip", OpKind.OPTIMIZER, read=gradient, written=gradient, dtype=dtype)
     split = split_shard(shard)
     copied = emit_gradient_copies(builder, split.host) if split.host.parts else []
@@ -234,6 +225,33 @@ def _optimizer_step(
     if copy is not None:
         # It lives until gradients are zeroed for the next step.
         builder.release(copy, builder.last_row)
+
+
+def _reduce_gradient_norm(builder: ProgramBuilder, context: LoweringContext) -> None:
+    """Sum the squares of all ranks, or with post-validation of the ranks of this stage.
+
+    What the stages before have summed then arrives while the next step fills the pipeline, a number for each stage,
+    and nothing waits for it: that is left out.
+    """
+    parallel = context.parallel
+    if own_stage := context.training.post_validation and parallel.pp > 1:
+        stage = parallel.coordinates(context.rank)["pp"]
+        ranks = tuple(
+            rank for rank in range(parallel.world_size) if parallel.coordinates(rank)["pp"] == stage
+        )
+    else:
+        ranks = tuple(range(parallel.world_size))
+    if len(ranks) == 1:
+        return
+    row = builder.collective(
+        RENDEZVOUS_GRADIENT_NORM,
+        Communication.ALL_REDUCE,
+        4.0,
+        Dimension.DP if own_stage else Dimension.WORLD,
+        context.names.group("stage", ranks) if own_stage else context.group(Dimension.WORLD),
+        dtype=DType.FP32,
+    )
+    builder.wait_for(row)
 
 
 def _copy_to_model(

@@ -215,6 +215,10 @@ class TrainingPlan:
     """Whether the GEMM of a weight gradient adds to the main gradient itself; else it makes a gradient of its own."""
     deferred_head_gradients: int | None = None
     """Microbatches whose weight gradient of the output head waits for the end of the pipeline; None: no such thing."""
+    post_validation: bool = False
+    """Whether the optimizer updates without waiting for other pipeline stages, which pass their part of the gradient
+    norm on and take the update back if it should not have been (arXiv:2401.10241, section 4); ranks then need not meet
+    between steps."""
     attention_mask: bool = False
     """Whether the data loader makes a mask for every sequence, of a byte a pair of tokens."""
     attention: str = "flash"

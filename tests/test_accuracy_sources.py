@@ -180,7 +180,10 @@ def test_a_calculated_bubble_is_compared_where_no_time_is_given(tmp_path):
     found = expressed(row, tmp_path)
     assert (found.time_ms, found.bubble_pct) == (None, pytest.approx(5.54))
     # Of the 34 + 5 * 8 hidden sizes a token its weight gradients wait for 32.
-    assert found.scenario.schedule == "greedy:memory=16,weight_memory=0.4324,times=profiled"
+    assert (
+        found.scenario.schedule
+        == "greedy:memory=16,weight_memory=0.4324,times=profiled,minimize=longest-rank"
+    )
 
 
 def test_runtimes_of_one_source_differ_by_their_schedule(tmp_path):
@@ -207,6 +210,8 @@ def test_runtimes_of_one_source_differ_by_their_schedule(tmp_path):
     for scenario in (megatron, interleaved):
         assert (scenario.overlap.p2p, scenario.overlap.contention) == ("batched", False)
     assert all(s.libraries.batch_fetch_waits for s in (automatic, megatron, interleaved))
+    # Its own runtime validates the optimizer's step behind it.
+    assert [s.training.post_validation for s in (automatic, megatron, interleaved)] == [True, False, False]
 
 
 def test_activations_relative_to_a_baseline(tmp_path):

@@ -15,6 +15,7 @@ planned, so equal input gives equal output.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +25,7 @@ from op_graphs.graph import OpGraph
 from op_graphs.vocabulary import Stream
 
 from . import engine
-from .engine import Edges, Execution, check_durations, deadlock_report
+from .engine import Edges, Execution, check_durations, deadlock_report, row_starts
 from .errors import SimulationError
 from .sharing import SharingPolicy
 
@@ -43,6 +44,7 @@ def execute(
     gap_ns: int = 0,
     lags: Int64 | None = None,
     sharing: SharingPolicy | None = None,
+    rank_starts: Sequence[int] | None = None,
 ) -> Execution:
     """Run a graph.
 
@@ -53,6 +55,7 @@ def execute(
         lags: as of :func:`tracesim.engine.execute`. A dependency with a lag counts from its start, as long after it as
             it would be if it ran alone: so a launch that follows another does not wait for a slowed kernel.
         sharing: what operations share; None for nothing, which is the exact longest path.
+        rank_starts: as of :func:`tracesim.engine.execute`.
 
     Raises:
         ValueError: if a duration is negative, their number or that of the classes is not the number of operations, or
@@ -60,13 +63,13 @@ def execute(
         SimulationError: if operations are left that wait for each other.
     """
     if sharing is None:
-        return engine.execute(graph, durations, gap_ns=gap_ns, lags=lags)
+        return engine.execute(graph, durations, gap_ns=gap_ns, lags=lags, rank_starts=rank_starts)
     check_durations(graph, durations)
     if len(sharing.classes) != len(durations):
         raise ValueError(f"{len(sharing.classes)} classes for {len(durations)} operations")
     if lags is not None and len(lags) != len(graph.dependencies):
         raise ValueError(f"{len(lags)} lags for {len(graph.dependencies)} dependencies")
-    return _Run(graph, durations, gap_ns, lags, sharing).run()
+    return _Run(graph, durations, gap_ns, lags, sharing, row_starts(graph, rank_starts)).run()
 
 
 @dataclass
@@ -85,8 +88,15 @@ class _Device:
 
 class _Run:
     def __init__(
-        self, graph: OpGraph, durations: Int64, gap_ns: int, lags: Int64 | None, sharing: SharingPolicy
+        self,
+        graph: OpGraph,
+        durations: Int64,
+        gap_ns: int,
+        lags: Int64 | None,
+        sharing: SharingPolicy,
+        starts: list[int],
     ) -> None:
+        self.starts = starts
         self.graph, self.sharing = graph, sharing
         self.edges = Edges.of(graph, gap_ns, lags)
         operations = graph.operations
@@ -125,7 +135,7 @@ class _Run:
     def run(self) -> Execution:
         for row, count in enumerate(self.pending):
             if not count:
-                self._push(0, _READY, row)
+                self._push(self.starts[row], _READY, row)
         done = 0
         heap = self.heap
         while heap:
@@ -255,7 +265,7 @@ class _Run:
                 self._plan_ready(follower, now)
 
     def _plan_ready(self, row: int, now: int) -> None:
-        moment, cause = 0, -1
+        moment, cause = self.starts[row], -1
         for position in range(self.edges.offsets[row], self.edges.offsets[row + 1]):
             source = self.sources[position]
             alone = self.start[source] + self.duration[source]

@@ -16,7 +16,7 @@ The engine knows no model, no schedule and no file format.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,9 +40,23 @@ class Execution:
     """Time between an operation's own readiness and the start of its rendezvous; 0 without one."""
     waited_for: Int64
     """Row whose end let this one start; -1 for an operation that could start at once."""
+    period_ns: int | None = None
+    """From a step to the next where ranks do not meet in between (:mod:`tracesim.steady_state`), else None."""
+
+    @property
+    def iteration_ns(self) -> int:
+        """Time of a step."""
+        return int(self.end.max()) if self.period_ns is None else self.period_ns
 
 
-def execute(graph: OpGraph, durations: Int64, *, gap_ns: int = 0, lags: Int64 | None = None) -> Execution:
+def execute(
+    graph: OpGraph,
+    durations: Int64,
+    *,
+    gap_ns: int = 0,
+    lags: Int64 | None = None,
+    rank_starts: Sequence[int] | None = None,
+) -> Execution:
     """Run a graph.
 
     Args:
@@ -51,24 +65,40 @@ def execute(graph: OpGraph, durations: Int64, *, gap_ns: int = 0, lags: Int64 | 
         gap_ns: idle time between two kernels queued back to back on a compute stream.
         lags: nanoseconds from the end of each dependency to the start it allows, one for each of
             ``graph.dependencies``; negative where an operation may start before its dependency ends. None for 0.
+        rank_starts: when each rank of the graph begins, in nanoseconds; None for all at 0.
 
     Raises:
         ValueError: if a duration is negative, or their number is not the number of operations, or that of the lags
-            not the number of dependencies.
+            not the number of dependencies, or that of the starts not the number of ranks.
         SimulationError: if operations are left that wait for each other; the message lists, for each stuck rank,
             the operation at the head of each stream and what it waits for.
     """
     check_durations(graph, durations)
     if lags is not None and len(lags) != len(graph.dependencies):
         raise ValueError(f"{len(lags)} lags for {len(graph.dependencies)} dependencies")
-    execution = _Run(graph, durations, gap_ns, lags, rigid=True).run()
+    starts = row_starts(graph, rank_starts)
+    execution = _Run(graph, durations, gap_ns, lags, starts, rigid=True).run()
     if execution is None:
         # Stuck segments as wholes do not mean stuck operations: one may wait inside for what waits for its first row.
-        stuck = _Run(graph, durations, gap_ns, lags, rigid=False)
+        stuck = _Run(graph, durations, gap_ns, lags, starts, rigid=False)
         execution = stuck.run()
         if execution is None:
             raise SimulationError(deadlock_report(graph, stuck.edges, np.array(stuck.end) >= 0))
     return execution
+
+
+def row_starts(graph: OpGraph, rank_starts: Sequence[int] | None) -> list[int]:
+    """When the rank of each operation begins.
+
+    Raises:
+        ValueError: if there are not as many starts as ranks.
+    """
+    if rank_starts is None:
+        return [0] * len(graph.operations)
+    if len(rank_starts) != len(graph.ranks):
+        raise ValueError(f"{len(rank_starts)} starts for {len(graph.ranks)} ranks")
+    found: list[int] = np.array(rank_starts, dtype=np.int64)[graph.operations.rank].tolist()
+    return found
 
 
 def check_durations(graph: OpGraph, durations: Int64) -> None:
@@ -91,9 +121,18 @@ class _Template:
 
 class _Run:
     def __init__(
-        self, graph: OpGraph, durations: Int64, gap_ns: int, lags: Int64 | None, *, rigid: bool
+        self,
+        graph: OpGraph,
+        durations: Int64,
+        gap_ns: int,
+        lags: Int64 | None,
+        starts: list[int],
+        *,
+        rigid: bool,
     ) -> None:
         self.graph = graph
+        self.starts = starts
+        """When the rank of each row begins."""
         self.durations = durations
         self.rows = len(durations)
         edges = Edges.of(graph, gap_ns, lags)
@@ -238,7 +277,7 @@ class _Run:
             yield source, self.incoming_target[position], self.end[source] + self.incoming_lag[position]
 
     def _run_row(self, row: int) -> None:
-        start, waited_for = 0, -1
+        start, waited_for = self.starts[row], -1
         for source, _, ready in self._incoming(row):
             if ready >= start:
                 start, waited_for = ready, source
@@ -247,7 +286,7 @@ class _Run:
 
     def _join(self, name: int) -> None:
         """Start the members of a rendezvous together, when the last has reached it."""
-        ready = dict.fromkeys(self.members[name], 0)
+        ready = {row: self.starts[row] for row in self.members[name]}
         cause = dict.fromkeys(self.members[name], -1)
         for source, target, moment in self._incoming(name):
             if moment >= ready[target]:
@@ -260,7 +299,7 @@ class _Run:
             self.waited_for[row] = cause[row] if ready[row] == start else cause[last]
 
     def _place_segment(self, begin: int, end: int, template: _Template) -> None:
-        start, waited_for = 0, -1
+        start, waited_for = self.starts[begin], -1
         late: list[tuple[int, int, int]] = []
         for source, target, ready in self._incoming(begin):
             if target == begin:
@@ -286,7 +325,7 @@ class _Run:
                 sources = list(self.edges.into(row))
                 if any(source in open_rows for source, _ in sources):
                     continue
-                start, waited_for = 0, -1
+                start, waited_for = self.starts[row], -1
                 for source, lag in sources:
                     if self.end[source] + lag >= start:
                         start, waited_for = self.end[source] + lag, source

@@ -86,7 +86,7 @@ def exposed_in_simulation(
     stretches = _stretches(timeline, causes)
     classes = exposed_classes(timeline, stretches, 1)
     hidden = _class_rows(graph)
-    end = int(execution.end.max())
+    time = execution.iteration_ns
     savings: list[int | None] = []
     for number, found in enumerate(classes):
         if reruns is not None and number >= reruns:
@@ -94,7 +94,7 @@ def exposed_in_simulation(
             continue
         changed = durations.copy()
         changed[hidden[found.name, found.dimension, found.phase, found.layer_class]] = 0
-        savings.append(end - int(rerun(changed).end.max()))
+        savings.append(time - rerun(changed).iteration_ns)
     return ExposedCommunication(timeline, stretches, tuple(classes), tuple(savings))
 
 

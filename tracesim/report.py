@@ -56,7 +56,7 @@ def build_report(
 
     ``provenances`` says of each operation where its duration comes from (:class:`tracesim.cost.Provenance`).
     """
-    iteration_ns = int(execution.end.max())
+    iteration_ns = execution.iteration_ns
     stages = [
         _stage(scenario, graph, execution, rank, iteration_ns, memory[rank], reserved[rank])
         for rank in range(len(graph.ranks))
@@ -274,7 +274,8 @@ def _streams_of(dimension: str) -> list[int]:
 def bubble_fraction(graph: OpGraph, execution: Execution) -> float:
     """Share of the pipeline's time in which a rank neither computes nor communicates, averaged over the ranks.
 
-    The pipeline's time runs from the first start to the last end of any forward or backward.
+    The pipeline's time runs from the first start to the last end of any forward or backward; of the rank itself, where
+    ranks do not meet between steps.
     """
     staged = graph.segments.stage >= 0
     if not staged.any():
@@ -291,6 +292,10 @@ def bubble_fraction(graph: OpGraph, execution: Execution) -> float:
         return 0.0
     idle = []
     for rank in range(len(graph.ranks)):
+        if execution.period_ns is not None:
+            staged_own = staged & (graph.segments.rank == rank)
+            low = int(execution.start[graph.segments.begin[staged_own]].min())
+            high = int(execution.end[computing & (graph.operations.rank == rank)].max())
         own = (graph.operations.rank == rank) & ~np.isin(graph.operations.stream, OFFLOAD_STREAMS)
         busy = _busy(execution, np.flatnonzero(own), low, high)
         idle.append(1 - int((busy.end - busy.start).sum()) / (high - low))

@@ -201,6 +201,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         ),
         "gradient_accumulation_fusion": _flag(_TRAINING.gradient_accumulation_fusion),
         "deferred_head_gradients": _optional_count(),
+        "post_validation": _flag(_TRAINING.post_validation),
         "attention_mask": _flag(_TRAINING.attention_mask),
         "attention": _choice(_TRAINING.attention, ("flash", "flash-2", "flash-1", "unfused")),
         "mla": _choice(_TRAINING.mla, ("expanded", "absorbed")),

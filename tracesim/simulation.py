@@ -19,7 +19,7 @@ from .cost.contention import sharing_policy
 from .engine import Execution
 from .errors import ScenarioError
 from .exposed import ExposedCommunication, affordable_reruns, describe_classes, exposed_in_simulation
-from .host import execute_with_host, host_times, with_launches
+from .host import host_times, with_launches
 from .lowering import lower_scenario
 from .memory.curves import MemoryCurve, memory_curve
 from .memory.job import ReservedMemory, reserved_by_rank
@@ -29,6 +29,7 @@ from .rank_spread import rank_spread
 from .report import build_report
 from .scenario import Scenario
 from .simulated_timeline import build_timeline
+from .steady_state import steady_execution
 
 _MAXIMUM_MEMORY = 2**47
 """Bytes of a rank: a quarter of the addresses the caching allocator hands out."""
@@ -124,7 +125,7 @@ def iteration_ms(scenario: Scenario) -> float:
         ScheduleError, SimulationError: as :func:`simulate`.
     """
     scenario = with_profiled_schedule(scenario, run_graph)
-    return float(run_graph(scenario, lower_scenario(scenario)).end.max()) / 1e6
+    return run_graph(scenario, lower_scenario(scenario)).iteration_ns / 1e6
 
 
 def step_durations(scenario: Scenario, graph: OpGraph) -> Int64:
@@ -141,12 +142,16 @@ def run_graph(scenario: Scenario, graph: OpGraph, durations: Int64 | None = None
         durations: nanoseconds of each operation by itself; :func:`step_durations` by default.
     """
     costs, host = _costs(scenario), host_times(scenario)
-    durations = step_durations(scenario, graph) if durations is None else durations
-    if scenario.overlap.contention:
-        sharing = sharing_policy(costs, graph, durations)
-        launched, lags = with_launches(graph, durations, host)
-        return execute(launched, durations, gap_ns=costs.gap_ns, lags=lags, sharing=sharing)
-    return execute_with_host(graph, durations, gap_ns=costs.gap_ns, host=host)
+    lasts = step_durations(scenario, graph) if durations is None else durations
+    sharing = sharing_policy(costs, graph, lasts) if scenario.overlap.contention else None
+    launched, lags = with_launches(graph, lasts, host)
+
+    def run(rank_starts: Sequence[int] | None) -> Execution:
+        return execute(
+            launched, lasts, gap_ns=costs.gap_ns, lags=lags, sharing=sharing, rank_starts=rank_starts
+        )
+
+    return steady_execution(graph, run) if scenario.training.post_validation else run(None)
 
 
 def _costs(scenario: Scenario) -> CostModel:

@@ -43,6 +43,8 @@ class SourceSettings:
     overlap: Mapping[str, bool | str] = field(default_factory=dict)
     overlap_by_schedule: Mapping[str, Mapping[str, bool | str]] = field(default_factory=dict)
     """What differs from that, by the beginning of a schedule's name in the rows."""
+    post_validation: tuple[str, ...] = ()
+    """Schedules whose optimizer waits for no other stage, by the beginning of their names in the rows."""
     batch_fetch_waits: bool = False
     """Whether the host waits for the device in every forward to fetch its batch."""
     cross_entropy_fusion: bool | str = False
@@ -206,9 +208,10 @@ SETTINGS: dict[str, SourceSettings] = {
     # models agree with 32,000 words and a tied embedding. 1F1B and its interleaved form are Megatron-LM's, which posts
     # transfers in batches (batch_p2p_comm) and waits for the device behind each (batch_p2p_sync); the runtime of the
     # automatic schedules (core/pipeline_parallel/zb_schedules.py) posts batches too, but waits only for what a pass
-    # reads, so that transfers run beside compute and take SMs from it. broadcast_data
-    # waits for the device (core/tensor_parallel/data.py); that get_batch called it on all stages in the fork of
-    # September 2023 is inferred: its public pretrain_gpt.py is newer and leaves out the stages between.
+    # reads, so that transfers run beside compute and take SMs from it, and validates the optimizer's step behind it, as
+    # the script has it for all but fp32 (--enable-optimizer-post-validation). broadcast_data waits for the device
+    # (core/tensor_parallel/data.py); that get_batch called it on all stages in the fork of September 2023 is inferred:
+    # its public pretrain_gpt.py is newer and leaves out the stages between.
     "zero-bubble": SourceSettings(
         vocab_size=32_000,
         dtype="fp16",
@@ -218,6 +221,7 @@ SETTINGS: dict[str, SourceSettings] = {
         attention="unfused",
         overlap={**_NO_OVERLAP, "p2p": "batched"},
         overlap_by_schedule={"zb": {"p2p": "ahead", "contention": True}},
+        post_validation=("zb",),
         batch_fetch_waits=True,
         embedding_counts_as_layer=True,
         uneven_stages=True,

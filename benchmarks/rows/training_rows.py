@@ -55,9 +55,9 @@ _SCHEDULES = {
     "interleaved1f1b": "interleaved-1f1b",
     "interleaved 1f1b": "interleaved-1f1b",
     # The automatic schedules of Zero Bubble hold the activations of p and of 2 p microbatches, and are searched for
-    # the times of the run's own passes.
-    "zb-1p": "greedy:memory={pp},weight_memory={kept:.4f},times=profiled",
-    "zb-2p": "greedy:memory={twice},weight_memory={kept:.4f},times=profiled",
+    # the times of the run's own passes and the least time of the longest rank.
+    "zb-1p": "greedy:memory={pp},weight_memory={kept:.4f},times=profiled,minimize=longest-rank",
+    "zb-2p": "greedy:memory={twice},weight_memory={kept:.4f},times=profiled,minimize=longest-rank",
     "zb-h1": "zb-h1",
     "zb-h2": "zb-h2",
     "zb-v": "zb-v",
@@ -122,6 +122,8 @@ def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
     model = model_of(row, settings)
     parallel = _parallel(row, settings)
     training = {**_training(row, parallel, settings), "offload": offload}
+    if text_at(row, "schedule").lower().startswith(settings.post_validation or ("-",)):
+        training["post_validation"] = True
     mapping = {
         "name": re.sub(r"[/\\]", ":", label),
         "model": model,
