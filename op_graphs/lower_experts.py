@@ -20,6 +20,7 @@ from .lower_expert_activation import (
     add_bias_backward,
     expert_widths,
 )
+from .lower_fused_experts import fused_backward, fused_forward
 from .lower_latent_experts import (
     into_latent,
     into_latent_backward,
@@ -255,6 +256,10 @@ def _expert_linears_forward(
     keep = builder.keep_activations
     fc1, fc2 = (_expert_linear(context, layer, sizes, which) for which in ("fc1", "fc2"))
     builder.module = "mlp.experts"
+    if context.libraries.grouped_mlp_fusion:
+        fc1_output, fc2_input, output = fused_forward(builder, context, fc1, fc2, sizes.rows, expert_input)
+        builder.module = "mlp"
+        return (fc1_output, Activated(fc2_input)), output
     row = _grouped_forward(builder, context, fc1, sizes, expert_input, keep_copy=keep)
     builder.forget_unless_kept(expert_input, row)
     offload(builder, context, layer, "expert_fc1", [expert_input])
@@ -376,9 +381,15 @@ def _expert_linears_backward(
 ) -> Tensor:
     fc1, fc2 = (_expert_linear(context, layer, sizes, which) for which in ("fc1", "fc2"))
     builder.module = "mlp.experts"
+    fc1_output, activated = saved.fc1_output, saved.activated
+    if context.libraries.grouped_mlp_fusion:
+        assert activated is not None, "what is fused does not run again"
+        kept = (saved.expert_input, fc1_output, activated.fc2_input)
+        d_input = fused_backward(builder, context, (fc1, fc2), sizes.rows, kept, d_output)
+        builder.module = "mlp"
+        return d_input
     d_output = add_bias_backward(builder, context, sizes, d_output)
     begin_part(builder, context, layer, "moe_act")
-    fc1_output, activated = saved.fc1_output, saved.activated
     if context.stores_quantized:
         assert context.recipe is not None
         elements = float(sizes.rows * fc1.outputs)

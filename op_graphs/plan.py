@@ -105,6 +105,9 @@ class LibraryPlan:
     router_fusion: bool = False
     """Whether scores and choice of experts are one kernel of Transformer Engine each way (``--moe-router-fusion``);
     else PyTorch's, one by one."""
+    grouped_mlp_fusion: bool = False
+    """Whether activation and quantisation between the two grouped products of experts are theirs
+    (``op_graphs.lower_fused_experts``)."""
     experts_in_turn: bool = False
     """Whether a gate without scores hands experts to tokens in turn, so that those of a token lie beside each other
     (NeMo AutoModel's ``fake_balanced_gate`` in benchmarks)."""

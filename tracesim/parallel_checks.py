@@ -81,6 +81,7 @@ def check_permutation(model: ModelDescription, libraries: LibraryPlan, problems:
     for path, value, differs in (
         ("libraries.permute_fusion", libraries.permute_fusion, not libraries.permute_fusion),
         ("libraries.router_fusion", libraries.router_fusion, libraries.router_fusion),
+        ("libraries.grouped_mlp_fusion", libraries.grouped_mlp_fusion, libraries.grouped_mlp_fusion),
         ("libraries.experts_in_turn", libraries.experts_in_turn, libraries.experts_in_turn),
         (weighted, libraries.weighted_squared_relu_fusion, libraries.weighted_squared_relu_fusion),
     ):
@@ -96,6 +97,32 @@ def check_permutation(model: ModelDescription, libraries: LibraryPlan, problems:
             True,
             f"is a kernel of squared_relu; the activation of {model.name} is {model.activation}",
         )
+
+
+def check_grouped_mlp(
+    model: ModelDescription,
+    parallel: ParallelPlan,
+    training: TrainingPlan,
+    libraries: LibraryPlan,
+    problems: Problems,
+) -> None:
+    """Note where Transformer Engine does not fuse the products of experts."""
+    path = "libraries.grouped_mlp_fusion"
+    if not libraries.grouped_mlp_fusion or model.moe is None or not problems.sound(path):
+        return
+    refused = (
+        (training.recipe != "mxfp8", "training.dtype: mxfp8"),
+        (model.activation != "swiglu", "model.activation: swiglu"),
+        (parallel.etp > 1, "parallel.etp: 1"),
+        (not libraries.transformer_engine, "libraries.transformer_engine: true"),
+        (training.fp8_dispatch, "training.fp8_dispatch: false"),
+        (training.fp8_storage, "training.fp8_storage: false"),
+        ("moe_act" in training.recompute.modules, "no moe_act in training.recompute"),
+        (bool({"expert_fc1", "moe_act"} & set(training.offload.modules)), "no experts in training.offload"),
+    )
+    needs = [rule for wrong, rule in refused if wrong]
+    if needs:
+        problems.add(path, True, f"needs {needs[0]}")
 
 
 def _check_expert_order(parallel: ParallelPlan, problems: Problems) -> None:

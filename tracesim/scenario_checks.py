@@ -27,6 +27,7 @@ from .offload_fields import check_offload
 from .parallel_checks import (
     check_context_parallel,
     check_experts,
+    check_grouped_mlp,
     check_latent_attention,
     check_permutation,
     check_recompute,
@@ -72,6 +73,7 @@ def check_combinations(draft: Draft, problems: Problems) -> None:
         _check_prediction_heads(draft.model, problems)
         check_experts(draft.model, draft.parallel, problems)
         check_permutation(draft.model, draft.libraries, problems)
+        check_grouped_mlp(draft.model, draft.parallel, draft.training, draft.libraries, problems)
         check_context_parallel(draft.model, draft.parallel, draft.training, problems)
         check_latent_attention(draft.model, draft.parallel, draft.training, problems)
         check_recompute(draft.model, draft.training, problems)

@@ -229,6 +229,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "permute_fusion": _flag(_LIBRARIES.permute_fusion),
         "router_fusion": _flag(_LIBRARIES.router_fusion),
         "weighted_squared_relu_fusion": _flag(_LIBRARIES.weighted_squared_relu_fusion),
+        "grouped_mlp_fusion": _flag(_LIBRARIES.grouped_mlp_fusion),
         "experts_in_turn": _flag(_LIBRARIES.experts_in_turn),
         "eager": FieldRule(
             f"must be true, false or a list of {', '.join(EAGER_PARTS)}",

@@ -45,6 +45,8 @@ class Recipe:
     """``use_fused_weighted_squared_relu``."""
     bf16_last_layers: int = 0
     """``num_layers_at_end_in_bf16``, where ``first_last_layers_bf16`` is set."""
+    fuses_experts: bool = False
+    """Whether activation and quantisation are part of the experts' products (``use_transformer_engine_op_fuser``)."""
 
     @property
     def recompute_setting(self) -> str | dict[str, Any]:
@@ -83,7 +85,8 @@ def bridge_recipe(
     else:
         recipe = _llama(model, gpu, precision, sharded=parallel.get("zero") == 3)
     overlaps = recipe.overlaps_experts and (parallel.get("pp", 1) == 1 or parallel.get("vpp", 1) > 1)
-    return replace(recipe, overlaps_experts=overlaps)
+    fuses = recipe.cuda_graphs == _WHOLE and model.startswith(("deepseek", "kimi", "qwen3-"))
+    return replace(recipe, overlaps_experts=overlaps, fuses_experts=fuses)
 
 
 def _captures_mixture(gpu: str, precision: str, release: tuple[int, int]) -> bool:

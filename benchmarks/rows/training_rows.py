@@ -175,6 +175,7 @@ def _apply_recipe(mapping: dict[str, Any], row: Mapping[str, Any]) -> None:
         parallel["ep_dispatcher"] = "alltoall" if drops else recipe.dispatcher
         mapping["libraries"]["router_fusion"] = recipe.router_fusion
         mapping["libraries"]["weighted_squared_relu_fusion"] = recipe.weighted_squared_relu_fusion
+        mapping["libraries"]["grouped_mlp_fusion"] = recipe.fuses_experts
         if recipe.overlaps_experts:
             mapping["overlap"] = {**mapping["overlap"], "ep": True}
             mapping["schedule"] = "1f1b-overlap"
