@@ -174,6 +174,25 @@ def test_a_table_of_adapters_without_their_recipe_is_left_out(tmp_path):
     assert "of which rank, is not stated" in refusal(LORA, tmp_path, source="nemo-25.02-25.04")
 
 
+@pytest.mark.parametrize(("gpu", "overlaps"), [("GB200", False), ("GB300", True)])
+def test_the_scripts_beside_the_modelzoos_table_of_blackwell(gpu, overlaps, tmp_path):
+    changes = {"gpu": gpu, "num_gpus": 64, "precision": "MXFP8", "recompute": ""}
+    parallel = {"cp": 1, "ep": 64, "etp": 1, "pp": 1, "tp": 1}
+    found = scenario(ZOO, tmp_path, **changes, table="Blackwell", parallel=parallel)
+    assert (found.parallel.ep_dispatcher, found.libraries.router_fusion) == ("deepep", True)
+    assert found.training.cuda_graphs == ("attn", "moe_router", "moe_preprocess")
+    assert (found.schedule == "1f1b-overlap") == overlaps
+
+
+@pytest.mark.parametrize(
+    ("release", "gpu", "fuses"),
+    [((26, 6), "gb300", True), ((26, 4), "gb300", False), ((26, 6), "b200", False)],
+)
+def test_captured_mixtures_have_fused_experts(release, gpu, fuses):
+    parallel = {"tp": 1, "pp": 1, "ep": 8}
+    assert bridge_recipe("qwen3-30b-a3b", gpu, "mxfp8", 8, parallel, release).fuses_experts == fuses
+
+
 @pytest.mark.parametrize(
     ("name", "gpus", "parallel", "recompute", "tp_overlap"),
     [

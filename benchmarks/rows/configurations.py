@@ -124,11 +124,24 @@ _DISPATCHERS = {"DeepEP": "deepep", "A2A": "alltoall"}
 def _modelzoo(row: Section) -> Configuration:
     """What rows of Megatron-MoE-ModelZoo say in columns and notes of their own."""
     scenario: dict[str, Section | str] = {}
+    notes: tuple[str, ...] = ()
     if dispatcher := _DISPATCHERS.get(text_at(row, "dispatcher")):
         scenario["parallel"] = {"ep_dispatcher": dispatcher}
-    if "1f1b overlap" in text_at(row, "notes"):
+    elif text_at(row, "table") == "Blackwell":
+        # best_practice/qwen3/run_gb200_235b.sh, run_gb300_235b.sh; model_configs/benchmarking.
+        scenario |= {
+            "parallel": {"ep_dispatcher": "deepep"},
+            "training": {"cuda_graphs": ["attn", "moe_router", "moe_preprocess"]},
+            "libraries": {"router_fusion": True},
+        }
+        notes = (
+            "HybridEP, which counts as node-limited dispatch, CUDA graphs, the fused router and on GB300 overlapped "
+            "exchanges are those of the scripts beside the table",
+        )
+    overlaps = "1f1b overlap" in text_at(row, "notes")
+    if overlaps or (notes and text_at(row, "gpu") == "GB300"):
         scenario |= {"overlap": {"ep": True}, "schedule": "1f1b-overlap"}
-    return Configuration(scenario=scenario)
+    return Configuration(scenario=scenario, notes=notes)
 
 
 # -- NeMo AutoModel --------------------------------------------------------------------------------------------------
