@@ -99,6 +99,31 @@ def test_ablations_change_one_setting_of_a_recipe(table, model, parallel, graphs
 
 
 @pytest.mark.parametrize(
+    ("technique", "expected"),
+    [
+        ("", ("alltoall", "1f1b", False)),
+        ("HybridEP, TE CUDA graphs", ("deepep", "1f1b", False)),
+        ("no EP overlap", ("alltoall", "1f1b", False)),
+        ("EP overlap off, DeepEP", ("deepep", "1f1b", False)),
+        ("EP overlap", ("alltoall", "1f1b-overlap", False)),
+        ("MoE a2a overlap, delayed wgrad", ("alltoall", "1f1b-overlap", True)),
+        ("grad reduce overlap", ("alltoall", "1f1b", False)),
+    ],
+)
+def test_ablations_say_how_tokens_travel_to_experts_and_beside_what(technique, expected, tmp_path):
+    found = scenario(
+        ABLATION,
+        tmp_path,
+        table="EP overlap",
+        model={"name": "Moonlight 16B", "seq": 4096},
+        parallel={"tp": 2, "pp": 1, "ep": 8, "cp": 1},
+        technique=technique,
+    )
+    overlaps = found.schedule == "1f1b-overlap"
+    assert (found.parallel.ep_dispatcher, found.schedule, overlaps and found.overlap.wgrad) == expected
+
+
+@pytest.mark.parametrize(
     ("dispatcher", "notes", "expected"),
     [
         ("DeepEP", "", ("deepep", "interleaved-1f1b")),

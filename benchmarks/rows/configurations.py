@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .row import RowSkippedError, count_at, mapping_at, number_at, text_at
@@ -86,8 +86,35 @@ def _bridge(row: Section) -> Configuration:
     return _adapters(16) if "LoRA" in text_at(row, "table") else Configuration()
 
 
+_EXPERT_OVERLAP = re.compile(r"\b(ep|moe|expert|a2a|all-?to-?all)[\w /-]*overlap", re.IGNORECASE)
+_NOT_THERE = re.compile(r"\b(no|without|off|disabled|baseline)\b", re.IGNORECASE)
+
+
 def _ablations(row: Section) -> Configuration:
-    """The recipes that these rows change one setting of.
+    """The recipes that these rows change one setting of, and what they say of the exchanges of experts.
+
+    An overlap of exchanges is Megatron-Core's of a forward and a backward (``overlap_moe_expert_parallel_comm``), whose
+    weight gradients are delayed only where a row says so (``delay_wgrad_compute``).
+    """
+    known = _ablated_recipe(row)
+    said = " ".join(text_at(row, key) for key in ("technique", "notes"))
+    scenario = dict(known.scenario)
+    if any(name in said.lower() for name in ("deepep", "hybridep")):
+        parallel = scenario.get("parallel")
+        scenario["parallel"] = {
+            **(parallel if isinstance(parallel, Mapping) else {}),
+            "ep_dispatcher": "deepep",
+        }
+    part = next((part for part in re.split(r"[,;]", said) if _EXPERT_OVERLAP.search(part)), "")
+    if part and not _NOT_THERE.search(part):
+        delayed = re.search(r"delay\w*[ _-](w|weight)", said, re.IGNORECASE) is not None
+        scenario["overlap"] = {"ep": True, "wgrad": delayed}
+        scenario["schedule"] = "1f1b-overlap"
+    return replace(known, scenario=scenario)
+
+
+def _ablated_recipe(row: Section) -> Configuration:
+    """The recipe of a row, by its heading.
 
     Moonlight: src/megatron/bridge/recipes/moonlight/moonlight_16b.py, ``moonlight_16b_pretrain_config``: gradients are
     reduced and kept in bf16, and so are both moments (``use_precision_aware_optimizer``). Nemotron 3 Nano, whose rows
