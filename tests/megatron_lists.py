@@ -17,6 +17,7 @@ GPT = {
     "micro-batch-size": 4,
     "global-batch-size": 32,
     "bf16": True,
+    "use-mcore-models": True,
 }
 EXPERTS = {"num-experts": 8, "sequence-parallel": True, "tensor-model-parallel-size": 2}
 LATENT = {"multi-latent-attention": True, "kv-lora-rank": 512, "q-lora-rank": 1536, "qk-layernorm": True}

@@ -78,6 +78,9 @@ GEOMETRY = {"pipeline-model-parallel-size": 4, "micro-batch-size": 1, "global-ba
         ({"num-layers": None, "encoder-num-layers": 6, "seq-length": None, "encoder-seq-length": 512},
          lambda s: (s.model.layers, s.training.seq_len), (6, 512)),
         ({"external-cuda-graph": True}, lambda s: s.training.cuda_graphs, ("attn", "mlp")),
+        ({"enable-cuda-graph": True, "hybrid-layer-pattern": "M*-", "num-layers": 3}, lambda s: s.training.cuda_graphs,
+         ("attn", "mlp", "mamba")),
+        ({"dataloader-inter-document-masking": True}, lambda s: s.training.attention_mask, False),
         ({"flash-attention-version": 2}, lambda s: s.training.attention, "flash-2"),
         # What is sharded.
         (FSDP, lambda s: s.parallel.zero, 3),
@@ -180,6 +183,12 @@ def judged(changes):
     ("changes", "assumed", "without_effect"),
     [
         ({"no-rope-fusion": True}, ["--no-rope-fusion: rotary positions are priced as one kernel"], []),
+        ({"use-mcore-models": None},
+         ["no --transformer-impl: Transformer Engine, the default since 2024; it was local"], []),
+        ({"enable-cuda-graph": True}, ["the memory of CUDA graphs' own pools is not counted"], []),
+        ({"deepspeed": True}, ["DeepSpeed's own configuration says the ZeRO stage; no --zero-stage: 1"], []),
+        ({**EXPERTS, "moe-shared-expert-overlap": True, "moe-shared-expert-intermediate-size": 64},
+         ["--moe-shared-expert-overlap: shared experts run in their place, not beside the exchange of tokens"], []),
         ({"rampup-batch-size": "16 16 1000"}, ["--rampup-batch-size: a step of the whole batch is simulated"], []),
         # What asks for nothing is nothing.
         ({"empty-unused-memory-level": 0, "expert-tensor-parallel-num-weight-shards": 1, "window-size": None}, [],

@@ -18,7 +18,12 @@ def add_deepspeed_defaults(arguments: Arguments) -> None:
     """
     if not arguments.flag("deepspeed"):
         return
-    implied: dict[str, Any] = {"transformer-impl": "local", "no-check-for-nan-in-loss-and-grad": True}
+    implied: dict[str, Any] = {
+        "transformer-impl": "local",
+        "no-check-for-nan-in-loss-and-grad": True,
+        # DeepSpeed accumulates gradients itself.
+        "no-gradient-accumulation-fusion": True,
+    }
     experts = arguments.words("num-experts")
     if len(experts) > 1:
         arguments.refuse("num-experts", "layers with different numbers of experts have no rule")
@@ -59,6 +64,8 @@ def deepspeed_stage(arguments: Arguments) -> int:
     stated = arguments.values.get(name)
     stage = 0 if stated == 0 else int(arguments.number(name, 1.0))
     arguments.get(name)
+    if stated is None:
+        arguments.assumed.append("DeepSpeed's own configuration says the ZeRO stage; no --zero-stage: 1")
     if stage not in range(4):
         arguments.refuse(name, "must be 0, 1, 2 or 3")
         return 1

@@ -228,7 +228,6 @@ def _add_experts(arguments: Arguments, model: dict[str, Any], *, biased: bool) -
         # Grouped GEMMs of Megatron-Core take no bias.
         "expert_bias": biased and not grouped,
     }
-    arguments.get("moe-shared-expert-overlap")
 
 
 def _has_auxiliary_loss(arguments: Arguments) -> bool:

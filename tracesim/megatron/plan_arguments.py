@@ -158,7 +158,7 @@ def training_mapping(arguments: Arguments, plan: Mapping[str, Any], default_back
         if arguments.flag("cross-entropy-loss-fusion")
         else False,
         "attention": _attention(arguments, default_backend),
-        "attention_mask": not arguments.flag("no-create-attention-mask-in-dataloader"),
+        "attention_mask": _makes_mask(arguments),
         "gradient_accumulation_fusion": not arguments.flag("no-gradient-accumulation-fusion"),
     }
     types = _optimizer_types(arguments)
@@ -170,6 +170,7 @@ def training_mapping(arguments: Arguments, plan: Mapping[str, Any], default_back
     graphs = _cuda_graphs(arguments)
     if graphs:
         training["cuda_graphs"] = graphs
+        arguments.assumed.append("the memory of CUDA graphs' own pools is not counted")
     offload = offload_mapping(arguments)
     if offload:
         training["offload"] = offload
@@ -177,6 +178,17 @@ def training_mapping(arguments: Arguments, plan: Mapping[str, Any], default_back
         # Without a limit the gradients of all microbatches wait.
         training["deferred_head_gradients"] = arguments.count("wgrad-deferral-limit", 1 << 20)
     return training
+
+
+def _makes_mask(arguments: Arguments) -> bool:
+    """Whether the data loader makes a mask; ends of documents beside the sequence take its place."""
+    documents = arguments.flag("dataloader-inter-document-masking")
+    if documents:
+        arguments.assumed.append(
+            "--dataloader-inter-document-masking: attention spans the whole sequence; training.sequence_lengths "
+            "says how long documents are"
+        )
+    return not documents and not arguments.flag("no-create-attention-mask-in-dataloader")
 
 
 def uses_transformer_engine(arguments: Arguments) -> bool:
@@ -276,6 +288,9 @@ def _cuda_graphs(arguments: Arguments) -> str | list[str]:
     if "full" in parts or not parts:
         experts = arguments.given("num-experts")
         parts = ["attn", "moe_router", "moe_preprocess"] if experts else ["attn", "mlp"]
+        pattern = arguments.first_given("hybrid-layer-pattern", "hybrid-override-pattern")
+        if "M" in arguments.text(pattern):
+            parts.append("mamba")
     for part in parts:
         if part not in LAYER_PARTS:
             arguments.refuse("cuda-graph-modules", f"{part} has no rule; known: {', '.join(LAYER_PARTS)}")
@@ -315,6 +330,10 @@ def _looks_for_nan(arguments: Arguments) -> bool:
 
 def libraries_mapping(arguments: Arguments, environment: Mapping[str, Any]) -> dict[str, Any]:
     """The ``libraries`` section: whose linears run, and the workspace that cuBLAS is given."""
+    if not any(map(arguments.given, ("transformer-impl", "use-mcore-models", "spec"))):
+        arguments.assumed.append(
+            "no --transformer-impl: Transformer Engine, the default since 2024; it was local"
+        )
     found: dict[str, Any] = {
         "transformer_engine": uses_transformer_engine(arguments),
         "nan_checks": _looks_for_nan(arguments),
