@@ -59,6 +59,7 @@ GEOMETRY = {"pipeline-model-parallel-size": 4, "micro-batch-size": 1, "global-ba
         ({"window-size": "7,0", "window-attn-skip-freq": "([1,1,0])*4"},
          lambda s: [s.model.attention_window(i) for i in range(6)], [8, 8, 0, 8, 8, 0]),
         ({"window-size": "-1,0"}, lambda s: s.model.window, 0),
+        ({"tokenizer-type": None, "patch-tokenizer-type": "GPT2BPETokenizer"}, lambda s: s.model.vocab_size, 50257),
         ({"softmax-type": "learnable"}, lambda s: s.model.attention_sinks, True),
         # Gradients of a precision-aware optimizer.
         ({"use-precision-aware-optimizer": True, "main-grads-dtype": "bf16"}, lambda s: s.training.grad_reduce_dtype,
@@ -72,6 +73,10 @@ GEOMETRY = {"pipeline-model-parallel-size": 4, "micro-batch-size": 1, "global-ba
          lambda s: (s.training.recompute.method, s.training.recompute.layers), ("block", 3)),
         ({"recompute-granularity": "full", "recompute-method": "uniform"}, lambda s: s.training.recompute.layers, 1),
         ({**EXPERTS, "moe-layer-recompute": True}, lambda s: s.training.recompute.modules, ("moe",)),
+        # With these names layers were Megatron-LM's own.
+        ({"checkpoint-activations": True}, lambda s: (s.libraries.transformer_engine, s.libraries.nan_checks),
+         (False, False)),
+        ({"DDP-impl": "local"}, lambda s: (s.training.attention, s.libraries.transformer_engine), ("unfused", False)),
         # And what else was.
         ({"micro-batch-size": None, "batch-size": 2}, lambda s: s.training.micro_batch_size, 2),
         ({"model-parallel-size": 2}, lambda s: s.parallel.tp, 2),
@@ -163,6 +168,7 @@ def test_the_fewest_gpus_where_nothing_says_how_many(changes, gpus):
         ({"encoder-num-layers": 12, "decoder-num-layers": 12}, "models with an encoder and a decoder have no rule"),
         ({"tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": "org/model"},
          "--tokenizer-type HuggingFaceTokenizer (org/model): its vocabulary is in a file"),
+        ({"patch-tokenizer-type": "LLama3Tokenizer"}, "--patch-tokenizer-type LLama3Tokenizer: its vocabulary"),
         ({"fp8-format": "hybrid", "fp8-dot-product-attention": True}, "attention on 8-bit operands has no rule"),
         ({"enable-hyper-connections": True}, "several residual streams have no rule"),
         ({"num-tokens-to-generate": 10}, "belongs to a run of inference; only training is simulated"),
@@ -176,7 +182,8 @@ def judged(changes):
     """What importing a GPT with more arguments assumes beyond it, and which arguments are without effect."""
     plain, changed = (import_megatron({**GPT, **more}, "h100-sxm") for more in ({}, changes))
     load_scenario(changed.mapping)
-    return [line for line in changed.assumed if line not in plain.assumed], list(changed.without_effect)
+    passed_over = [name for name in changed.without_effect if name not in plain.without_effect]
+    return [line for line in changed.assumed if line not in plain.assumed], passed_over
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def last_command(script, **given):
         # arithmetic
         ("G=8; N=2; run $(( $G * ${N} + 1 )) $((G / 3)) $((G % 3)) $(( (G - 1) * -1 ))", ["run", "17", "2", "2", "-7"]),
         ("run $((G * 2))", ["run", "$((G * 2))"]),
+        ("TP=4; run $(( ($TP > 1) ? 1 : 0 )) $((TP == 1 ? 5 : TP))", ["run", "1", "4"]),
         ("run $(( 2 / 0 ))", ["run", "$((2 / 0))"]),
         # branches
         ("P=fp8\nif [ $P = bf16 ]; then A=1; elif [[ $P == fp* ]]; then A=2; else A=3; fi\nrun $A", ["run", "2"]),
@@ -60,6 +61,9 @@ def last_command(script, **given):
         ("function f { run in; }; { f; }", ["run", "in"]),
         ("export A=1 B=2; declare -r C=3; unset B; run $A ${B:-none} $C", ["run", "1", "none", "3"]),
         ("TP=2 PP=4 bash x.sh --flag $TP", ["bash", "x.sh", "--flag", "2"]),
+        # what a command runs in turn
+        ("A='run x > log'; eval $A", ["run", "x"]),
+        ("export C='run $N'; N=3; srun -l bash -c '$C y'", ["run", "$N", "y"]),
         # text that is no script goes on
         ("it's done\nrun x", ["run", "x"]),
         ("fi\n) }\nrun x", ["run", "x"]),
@@ -84,6 +88,7 @@ def test_what_a_script_would_run(script, words):
         ("--num-layers 12 --hidden-size 512 --nnodes 2", {"num-layers": 12, "hidden-size": 512}),
         # Without a command what variables hold.
         ('ARGS="--num-layers 12"\nMORE=(--bf16)\n', {"num-layers": 12, "bf16": True}),
+        ("ARGS=' --num-layers 12'\nsbatch --export=ARGS --nodes=4 run.sh\n", {"num-layers": 12}),
         # Values: several words, negative numbers, an equals sign, a flag given twice.
         (f"{TRAIN} 12 --modules a b --x -1 --y=3 --x 2", {"num-layers": 12, "modules": ["a", "b"], "x": 2, "y": 3}),
     ],
@@ -138,6 +143,18 @@ def test_a_script_that_cannot_be_followed_is_refused(tmp_path, script):
     with pytest.raises(ScenarioError, match="cannot be read as a shell script"):
         read_launch_file(path)
     assert time.perf_counter() - start < 5
+
+
+def test_a_script_that_sources_a_file_beside_it(tmp_path):
+    beside, script = tmp_path / "config.sh", tmp_path / "run.sh"
+    beside.write_text('ARGS=" --num-layers $LAYERS --hidden-size 64"\n')
+    script.write_text(
+        "LAYERS=12\n. `pwd`/config.sh\nsource /elsewhere/other.sh\npython pretrain_gpt.py $ARGS\n"
+    )
+    assert read_launch_file(script).arguments == {"num-layers": 12, "hidden-size": 64}
+    beside.write_text(". ./config.sh\n")
+    with pytest.raises(ScenarioError, match="nests too deep"):
+        read_launch_file(script)
 
 
 SCRIPT = """

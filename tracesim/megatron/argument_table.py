@@ -160,6 +160,8 @@ APPROXIMATED = {
     "enable-full-sharding-in-hsdp": "optimizer states are sharded inside a shard group",
     "create-all-gather-group": "gathers and reductions of parameters share a stream",
     "ddp-bucket-size|ddp-num-buckets": "buckets have Megatron-LM's default size",
+    "no-contiguous-buffers-in-local-ddp|use-contiguous-buffers-in-ddp": "gradients lie in contiguous buffers",
+    "no-scaled-masked-softmax-fusion|scaled-(upper-triang-)?masked-softmax-fusion": "masks and softmax are one kernel",
     "no-gradient-reduce-div-fusion": "gradients are scaled by a kernel of their own in any case",
     "ddp-reduce-scatter-with-fp32-accumulation": "gradients are reduced as they are",
     "overlap-param-gather-with-optimizer-step": "parameters are gathered in the first forward",
@@ -214,7 +216,9 @@ REFUSED = {
     "no-fp8-wgrad|disable-fp8-wgrad": "weight gradients in another precision than the rest have no rule",
     "te-precision-config-file|quant-recipe|use-kitchen.*|kitchen-.*": _ANOTHER_KERNEL,
     "activation-func-fp8-input-store": "inputs of activations in 8 bits have a rule only with all of fp8_storage",
-    "distribute-saved-activations|partition-activations": "kept inputs spread over tensor-parallel ranks have no rule",
+    "distribute-(saved|checkpointed)-activations|partition-activations": (
+        "kept inputs spread over tensor-parallel ranks have no rule"
+    ),
     "(contigious|contiguous)-checkpointing|checkpoint-in-cpu": "this place of kept inputs has no rule",
     "enable-(mhc|hyper)-connections|num-residual-streams|mhc-.*": "several residual streams have no rule",
     "attention-residuals.*|attn-res-.*": "residuals over all earlier layers have no rule",
@@ -237,6 +241,7 @@ REFUSED = {
     "memory-centric-tiled-linear|split-transformers|remote-device|cpu-optimizer|use-pin-memory": (
         "this form of ZeRO-Infinity has no rule"
     ),
+    "optimizer-offload-policy": "an optimizer that places its states by itself has no rule",
     "offload-optimizer-states": "states that come back to the GPU for each update have no rule",
     "no-scatter-gather-tensors-in-pipeline": "sends of whole tensors from every tensor-parallel rank have no rule",
     "(no|disable)-cpu-offloading-activations": "offloading weights alone has no rule",

@@ -39,9 +39,10 @@ def chosen_command(run: ShellRun) -> TrainingCommand:
     Commands that only print come last, as scripts print what they run.
     """
     candidates = [words for words in map(_flat, run.commands) if _flags(words)]
-    if not candidates:
+    if not any(_likeness(words)[0] for words in candidates):
         held = [value if isinstance(value, list) else [value] for value in run.variables.values()]
-        candidates = [[word for words in map(_flat, held) if _flags(words) for word in words]]
+        # Behind the commands, so that these win where variables hold no model either.
+        candidates.insert(0, [word for words in map(_flat, held) if _flags(words) for word in words])
     best = max(reversed(candidates), key=_likeness)
     start = _script_place(best)
     before, after = (best[:start], best[start + 1 :]) if start is not None else (best, best)

@@ -165,16 +165,17 @@ def _vocabulary(arguments: Arguments, vocab_size: int | None, *, is_bert: bool) 
         multiple = 1
     stated = arguments.count("vocab-size")
     padded = arguments.count(arguments.first_given("padded-vocab-size", "pad-vocab-size-to"))
-    tokenizer = arguments.text("tokenizer-type")
+    named = arguments.first_given("tokenizer-type", "patch-tokenizer-type")
     if padded:
         return {"vocab_size": padded, "vocab_padding_multiple": 1}
     words = vocab_size or stated
     if not words:
-        words = _words_of_tokenizer(arguments, tokenizer, is_bert=is_bert)
+        words = _words_of_tokenizer(arguments, named, is_bert=is_bert)
     return {"vocab_size": words, "vocab_padding_multiple": multiple}
 
 
-def _words_of_tokenizer(arguments: Arguments, tokenizer: str, *, is_bert: bool) -> int:
+def _words_of_tokenizer(arguments: Arguments, name: str, *, is_bert: bool) -> int:
+    tokenizer = arguments.text(name)
     if not tokenizer:
         tokenizer = "BertWordPieceLowerCase" if is_bert else "GPT2BPETokenizer"
         arguments.assumed.append(f"no tokenizer is named: {tokenizer} with {TOKENIZERS[tokenizer]} words")
@@ -183,7 +184,7 @@ def _words_of_tokenizer(arguments: Arguments, tokenizer: str, *, is_bert: bool) 
     model = arguments.values.get("tokenizer-model") or arguments.values.get("tokenizer-name-or-path")
     of_model = f" ({str(model)[:60]})" if model else ""
     arguments.problems.append(
-        f"--tokenizer-type {tokenizer}{of_model}: its vocabulary is in a file; say how many words it has "
+        f"--{name} {tokenizer}{of_model}: its vocabulary is in a file; say how many words it has "
         "(--vocab-size)"
     )
     return 1

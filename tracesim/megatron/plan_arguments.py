@@ -40,6 +40,7 @@ _CP_COMM = {
 _GRAPH_PARTS = {"attention": "attn", "router": "moe_router", "preprocess": "moe_preprocess"}
 """Parts of a layer by other words of ``--cuda-graph-modules``."""
 _IMPLEMENTATIONS = {"transformer_engine": "transformer_engine", "local": "local"}
+_UNTIL_2021 = ("DDP-impl", "checkpoint-activations", "activations-checkpoint-method")
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
@@ -191,9 +192,15 @@ def _makes_mask(arguments: Arguments) -> bool:
     return not documents and not arguments.flag("no-create-attention-mask-in-dataloader")
 
 
+def _is_of_2021(arguments: Arguments) -> bool:
+    """Whether arguments are given that Megatron-LM 3 no longer had; before it layers were its own."""
+    return any([arguments.given(name) for name in _UNTIL_2021])  # noqa: C419 - all are to be known
+
+
 def uses_transformer_engine(arguments: Arguments) -> bool:
     """Whether layers are built from Transformer Engine; ``pretrain_bert.py`` takes ``--spec local`` for not."""
-    stated = arguments.choice("transformer-impl", "transformer_engine", _IMPLEMENTATIONS)
+    default = "local" if _is_of_2021(arguments) else "transformer_engine"
+    stated = arguments.choice("transformer-impl", default, _IMPLEMENTATIONS)
     return stated == "transformer_engine" and arguments.get("spec") != "local"
 
 
@@ -324,13 +331,14 @@ def overlap_mapping(arguments: Arguments, plan: Mapping[str, Any]) -> dict[str, 
 
 def _looks_for_nan(arguments: Arguments) -> bool:
     """Whether losses and gradients are looked at for NaN: by default, but not beside a dynamic loss scale."""
-    off = arguments.flag("no-check-for-nan-in-loss-and-grad")
+    off = arguments.flag("no-check-for-nan-in-loss-and-grad") or _is_of_2021(arguments)
     return not off and not (arguments.flag("fp16") and not arguments.given("loss-scale"))
 
 
 def libraries_mapping(arguments: Arguments, environment: Mapping[str, Any]) -> dict[str, Any]:
     """The ``libraries`` section: whose linears run, and the workspace that cuBLAS is given."""
-    if not any(map(arguments.given, ("transformer-impl", "use-mcore-models", "spec"))):
+    of_a_time = [arguments.given(name) for name in ("transformer-impl", "use-mcore-models", "spec")]
+    if not any(of_a_time) and not _is_of_2021(arguments):
         arguments.assumed.append(
             "no --transformer-impl: Transformer Engine, the default since 2024; it was local"
         )

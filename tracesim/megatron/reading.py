@@ -19,6 +19,8 @@ _MAX_BYTES = 1 << 20
 _ARGUMENT_KEYS = ("MODEL_ARGS", "megatron_args_full", "megatron_args")
 _ENVIRONMENT_KEYS = ("ENV_VARS", "env")
 _VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
+_SOURCED = re.compile(r"^\s*(?:source|\.)\s+[\"']?([^\s\"';&|]+)", re.MULTILINE)
+_MOST_FILES = 20
 _PARTS = {"language_model", "model_parallel"}
 """Sections of a ``--yaml-cfg`` file."""
 
@@ -109,9 +111,20 @@ def _substituted(value: object, variables: Mapping[str, str]) -> object:
     return argument_value(_VARIABLE.sub(replacement, value))
 
 
+def _sourced(text: str, path: Path) -> dict[str, str]:
+    """Texts of files that a script names behind ``source`` or a dot, those that lie beside it."""
+    names = {match.group(1).rpartition("/")[2] for match in _SOURCED.finditer(text)}
+    found = {}
+    for name in sorted(names - {path.name})[:_MOST_FILES]:
+        beside = path.parent / name
+        if name and beside.is_file():
+            found[name] = _text(beside)
+    return found
+
+
 def _of_shell(text: str, path: Path, variables: Mapping[str, str]) -> LaunchFile:
     try:
-        run = walk_script(text, variables)
+        run = walk_script(text, variables, _sourced(text, path))
     except ShellSyntaxError as error:
         raise ScenarioError(f"{path}: cannot be read as a shell script: {error}") from None
     environment = {name: value for name, value in run.variables.items() if isinstance(value, str)}

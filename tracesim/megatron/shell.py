@@ -32,26 +32,39 @@ class ShellRun:
     """What variables hold at the end."""
     assumed: list[str] = field(default_factory=list)
     """Choices that the script alone does not settle."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Texts of files that the script may source, by name."""
     steps: int = 0
     """Commands gone through, assignments and calls of functions among them."""
 
 
-def walk_script(text: str, given: Mapping[str, str]) -> ShellRun:
+def walk_script(text: str, given: Mapping[str, str], files: Mapping[str, str] | None = None) -> ShellRun:
     """The commands of a script.
 
     Args:
         text: the script.
         given: variables that are set before it begins; ``1`` is its first argument.
+        files: texts of files that it may source, by name.
 
     Raises:
         ShellSyntaxError: if it cannot be read as shell.
     """
-    walk = _Walk(shell_tokens(text), ShellRun(variables=dict(given)))
+    walk = _Walk(shell_tokens(text), ShellRun(variables=dict(given), files=files or {}))
     while walk.at < len(walk.tokens):
         walk.statements(frozenset(), active=True)
         # What closes nothing, in text that is no script, separates.
         walk.at += 1
     return walk.run
+
+
+def _inner_script(fields: list[str], files: Mapping[str, str]) -> str | None:
+    """The script that a command runs in turn: what it evaluates, what a shell is given, or a file beside this one."""
+    if fields[0] == "eval":
+        return " ".join(fields[1:])
+    if fields[0] in ("source", ".") and len(fields) > 1:
+        return files.get(fields[1].rpartition("/")[2])
+    shells = (at for at, word in enumerate(fields[:-2]) if word.rpartition("/")[2] in ("bash", "sh"))
+    return next((fields[at + 2] for at in shells if fields[at + 1] in ("-c", "-lc", "-ec")), None)
 
 
 @dataclass
@@ -296,6 +309,9 @@ class _Walk:
             return False
         if fields[0] in self.functions:
             return self._call(fields)
+        inner = _inner_script(fields, self.run.files)
+        if inner is not None:
+            return self._inside(shell_tokens(inner))
         self.run.commands.append(fields)
         return True
 
@@ -323,11 +339,15 @@ class _Walk:
         variables[name] = f"{held}{value}" if adds and isinstance(held, str) else value
         return True
 
+    def _inside(self, tokens: list[Token]) -> bool | None:
+        """Walk what a command runs in turn: a function, a text, another file."""
+        inner = _Walk(tokens, self.run, 0, self.depth + 1, self.functions)
+        return inner.statements(frozenset(), active=True)
+
     def _call(self, fields: list[str]) -> bool | None:
-        inner = _Walk(self.functions[fields[0]], self.run, 0, self.depth + 1, self.functions)
         kept = {str(number): self.run.variables.get(str(number)) for number in range(1, 10)}
         self.run.variables.update({str(number): value for number, value in enumerate(fields[1:10], 1)})
-        status = inner.statements(frozenset(), active=True)
+        status = self._inside(self.functions[fields[0]])
         for number, value in kept.items():
             if value is None:
                 self.run.variables.pop(number, None)

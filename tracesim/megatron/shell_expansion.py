@@ -157,6 +157,10 @@ def arithmetic(text: str, variables: Variables) -> int | None:
     """The number that an expression of whole numbers gives; None where something in it is not known."""
     if len(text) > 1000:
         return None
+    choice = re.fullmatch(r"([^?:]*)\?([^?:]*):([^?:]*)", text)
+    if choice is not None:
+        condition = arithmetic(choice.group(1), variables)
+        return None if condition is None else arithmetic(choice.group(2 if condition else 3), variables)
     written = re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda match: match.group(1) or match.group(2), text)
     if "$" in written or "`" in written:
         written = text_of(plain_pieces(text), variables)
