@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from op_graphs.graph import OpGraph
-from op_graphs.vocabulary import Phase
+from op_graphs.vocabulary import Phase, Stream
 from tests.dense_scenarios import dense_mapping
 from tests.test_lowering import assert_nothing_leaks
 from tracesim.errors import ScenarioError
@@ -18,9 +18,12 @@ EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn_size": 128, "shared_ffn_size": 
 
 
 def again(*, early: bool, **changes: Any) -> list[str]:
-    """Names of what runs again, in order."""
+    """Names of what runs again on the device, in order."""
     graph = lowered(early=early, **changes)
-    rows = [row for row in range(len(graph.operations)) if graph.operations.phase[row] == Phase.RECOMPUTE]
+    phases, streams = graph.operations.phase, graph.operations.stream
+    rows = [
+        row for row in range(len(phases)) if phases[row] == Phase.RECOMPUTE and streams[row] != Stream.HOST
+    ]
     return [graph.strings[graph.operations.name[row]] for row in rows]
 
 
