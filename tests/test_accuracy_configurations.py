@@ -210,6 +210,19 @@ def test_the_scripts_beside_the_modelzoos_table_of_blackwell(gpu, overlaps, tmp_
 
 
 @pytest.mark.parametrize(
+    ("gpu", "parallel", "dispatcher", "overlaps"),
+    [
+        ("h100", {"tp": 2, "pp": 8, "vpp": 4, "ep": 64}, "deepep", True),
+        ("b200", {"tp": 1, "pp": 16, "ep": 8}, "alltoall", False),
+        ("b200", {"tp": 1, "pp": 8, "vpp": 2, "ep": 32}, "deepep", True),
+    ],
+)
+def test_exchanges_of_deepseek_on_eight_gpus_a_node(gpu, parallel, dispatcher, overlaps):
+    recipe = bridge_recipe("deepseek-v3", gpu, "fp8", 1, parallel, (25, 11))
+    assert (recipe.dispatcher, recipe.overlaps_experts) == (dispatcher, overlaps)
+
+
+@pytest.mark.parametrize(
     ("release", "gpu", "fuses"),
     [((26, 6), "gb300", True), ((26, 4), "gb300", False), ((26, 6), "b200", False)],
 )

@@ -96,11 +96,11 @@ def _captures_mixture(gpu: str, precision: str, release: tuple[int, int]) -> boo
 def _deepseek(gpu: str, precision: str, parallel: Mapping[str, Any], release: tuple[int, int]) -> Recipe:
     several_chunks = parallel.get("vpp", 1) > 1
     if gpu == "h100":
-        return Recipe(("mla_up_proj", "mlp"), "deepep")
+        return Recipe(("mla_up_proj", "mlp"), "deepep", True)
     if gpu == "b200":
         if parallel.get("pp") == 8:
             return Recipe(("mla_up_proj", "mlp"), "deepep", True, _LAYER_GRAPHS)
-        return Recipe(("mla_up_proj",), "deepep")
+        return Recipe(("mla_up_proj",))
     if several_chunks and _captures_mixture(gpu, precision, release):
         again = () if gpu == "gb300" else ("mla_up_proj",)
         return Recipe(again, "deepep", True, _WHOLE)
