@@ -148,7 +148,9 @@ def test_the_host_waits_once_a_layer_for_the_token_counts_of_dropless_routing(di
 
 def test_recomputed_experts_are_waited_for_again():
     graph = lower_scenario(scenario_of(EXPERTS, recompute={"modules": ["moe"]}))
-    assert int((graph.operations.kind == OpKind.HOST).sum()) == 96
+    # Work of the host for the checkpoints has no shape, and nobody waits for it.
+    waits = (graph.operations.kind == OpKind.HOST) & (graph.operations.shape >= 0)
+    assert int(waits.sum()) == 96
 
 
 def test_a_capacity_or_counts_that_stay_on_the_device_need_no_wait():

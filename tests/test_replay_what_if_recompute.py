@@ -143,9 +143,13 @@ NO_PIPELINE, FOUR_STAGES = "llama2-7b-dp8", "llama3-8b-tp2-pp4-dp8"
 
 @cache
 def simulated(scenario: str, recompute: str) -> Simulation:
-    return simulate(
-        load_scenario(scenario, ["training.global_batch_size=32", f"training.recompute={recompute}"])
-    )
+    """Without what checkpoints cost besides, which the what-if leaves out."""
+    changes = [
+        "training.global_batch_size=32",
+        f"training.recompute={recompute}",
+        "libraries.checkpoints=false",
+    ]
+    return simulate(load_scenario(scenario, changes))
 
 
 def run_us(simulation: Simulation) -> float:
