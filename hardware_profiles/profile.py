@@ -94,6 +94,8 @@ class ScanFigures:
 
     efficiency: float = 0.085
     """Share of the dense peak that their products reach, with the decays, masks and copies in between."""
+    backward_ratio: float = 0.35
+    """Efficiency of the kernels of a backward pass over ``efficiency``."""
     step_us: float = 1.16
     """One chunk of a pass that goes through a sequence chunk by chunk."""
 

@@ -72,10 +72,12 @@ class MemoryShape:
 class ScanShape:
     """A kernel of a chunked scan, given by its FLOPs and traffic.
 
-    ``steps``: chunks that it goes through one after the other; 0 where it runs all at once.
+    ``steps``: chunks that it goes through one after the other; 0 where it runs all at once. ``backward``: whether it
+    computes gradients.
     """
 
     steps: int = 0
+    backward: bool = False
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,10 @@ def test_the_installed_figures_are_what_the_fits_find(shared_data: Path):
     fits = {(fit["profile"], fit["figure"]): fit for fit in json.loads(result.output)}
     fitted = {("b200-sxm", clock.FIGURE), ("a100-pcie-80g", clock.FIGURE), (host.PROFILE, host.RESUME)}
     fitted |= {("a100-pcie-80g", figure) for figure in kernels.FIGURES}
-    fitted |= {(profile, figure) for profile in ("h100-sxm", "b200-sxm") for figure in scan.FIGURES}
+    fitted |= {
+        (profile, figure) for profile in ("h100-sxm", "b200-sxm") for figure in (scan.EFFICIENCY, scan.STEP)
+    }
+    fitted |= {("h200-sxm", scan.BACKWARD)}
     assert fitted <= fits.keys()
     assert not [key for key, fit in fits.items() if fit["differs"]]
     # Each explains something: the residual falls.
@@ -91,7 +94,15 @@ def test_the_installed_figures_are_what_the_fits_find(shared_data: Path):
 def test_every_figure_that_says_it_is_fitted_here_has_a_fit():
     fitted = {clock.FIGURE, host.OPERATION, host.RESUME, jitter.FIGURE, *attention.FIGURES, *rates.FIGURES}
     fitted |= {*scan.FIGURES, "network.collective_stall_us"}  # the last by --figure contention
-    for name in ("a100-pcie-80g", "a100-sxm-80g", "b200-sxm", "h100-sxm", "gb200-nvl72", "gb300-nvl72"):
+    for name in (
+        "a100-pcie-80g",
+        "a100-sxm-80g",
+        "b200-sxm",
+        "h100-sxm",
+        "h200-sxm",
+        "gb200-nvl72",
+        "gb300-nvl72",
+    ):
         sources = load_profile(name).sources
         claimed = {figure for figure, source in sources.items() if "benchmarks.fit" in source}
         assert claimed <= fitted

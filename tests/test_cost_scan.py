@@ -17,11 +17,12 @@ from tests.test_delta_net import CHUNK, SEQUENCE, lowered
 from tracesim.cost import ComputeCost, Provenance
 
 # 100 TFLOP/s at a tenth: 10,000 FLOP/ns. 1 TB/s: 1,000 B/ns. The smallest kernel takes 2 us.
-SLOW = replace(ROUND, scan=ScanFigures(efficiency=0.1, step_us=3.0))
+SLOW = replace(ROUND, scan=ScanFigures(efficiency=0.1, backward_ratio=0.5, step_us=3.0))
 
 CASES: dict[str, tuple[Shape, float, float, int]] = {
     "products": (ScanShape(), 1e9, 1e6, 2_000 + 100_000),
     "traffic": (ScanShape(), 1e6, 1e9, 2_000 + 1_000_000),
+    "products of a backward pass": (ScanShape(backward=True), 1e9, 1e6, 2_000 + 200_000),
     "steps": (ScanShape(64), 1e9, 1e6, 2_000 + 192_000),
     "steps hide behind traffic": (ScanShape(64), 1e9, 1e9, 2_000 + 1_000_000),
     "without a shape, by its kind": (None, 1e9, 1e6, 2_000 + 100_000),
@@ -44,7 +45,7 @@ def test_products_of_scans_are_extrapolated_and_traffic_alone_is_modelled() -> N
 def test_a_faster_machine_is_never_slower(
     flops: float, traffic: float, steps: int, efficiency: float
 ) -> None:
-    slow, fast = (replace(ROUND, scan=ScanFigures(rate, 1.0)) for rate in (efficiency, 1.0))
+    slow, fast = (replace(ROUND, scan=ScanFigures(rate, 1.0, 1.0)) for rate in (efficiency, 1.0))
     times = [
         ComputeCost(machine).duration_ns(ScanShape(steps), flops, traffic, dtype=DType.BF16)
         for machine in (slow, fast)
@@ -54,7 +55,7 @@ def test_a_faster_machine_is_never_slower(
 
 def test_one_sequence_through_its_chunks_takes_as_long_however_few_heads_there_are() -> None:
     """The two passes of a delta rule from state to state: once forward, again and its gradient backward."""
-    machine = replace(load_profile("h100-sxm"), scan=ScanFigures(1.0, 1000.0), training_clock_ratio=1.0)
+    machine = replace(load_profile("h100-sxm"), scan=ScanFigures(1.0, 1.0, 1000.0), training_clock_ratio=1.0)
     for sequences in (1, 2):
         _, graph = lowered("G", training__micro_batch_size=sequences)
         operations = graph.operations

@@ -394,7 +394,7 @@ profiles = st.builds(
         *[shares, shares, times, shares, times, shares],
     ),
     attention=st.builds(AttentionFigures, shares, shares, times, shares, small_head_ratio=shares),
-    scan=st.builds(ScanFigures, shares, times),
+    scan=st.builds(ScanFigures, shares, shares, times),
     memory=st.builds(MemoryFigures, positive, positive, shares, shares, shares, times, times),
     network=st.builds(NetworkFigures, sizes, links, links, times, st.booleans(), st.integers(0, 100)),
     host=st.builds(HostFigures, times),

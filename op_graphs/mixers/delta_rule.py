@@ -8,6 +8,7 @@ from state to state go through a sequence's chunks one after the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from ..graph import ScanShape
 from ..lowering_context import LoweringContext
@@ -146,7 +147,16 @@ class _Kernels:
         self._dtype = context.dtype
         self.sizes = sizes
 
-    def rule(self, name: str, read: float, written: float, flops: float = 0.0, steps: int = 0) -> int:
+    def rule(
+        self,
+        name: str,
+        read: float,
+        written: float,
+        flops: float = 0.0,
+        steps: int = 0,
+        *,
+        backward: bool = False,
+    ) -> int:
         """One kernel of the rule; ``steps`` are the chunks that it goes through one after the other."""
         return self._builder.compute(
             f"gdn_{name}",
@@ -154,7 +164,7 @@ class _Kernels:
             read=read,
             written=written,
             flops=flops,
-            shape=ScanShape(steps),
+            shape=ScanShape(steps, backward),
             dtype=self._dtype,
         )
 
@@ -301,19 +311,18 @@ def _rule_backward(builder: ProgramBuilder, kernels: _Kernels, saved: DeltaSaved
     sizes = kernels.sizes
     key, value, state = sizes.key_bytes, sizes.value_bytes, sizes.state_bytes
     _, live = kernels.states()
-    row = kernels.rule("value_gradient_inside", 2 * key + value, value, sizes.inside(1, 1))
+    rule = partial(kernels.rule, backward=True)
+    row = rule("value_gradient_inside", 2 * key + value, value, sizes.inside(1, 1))
     live.append(builder.temporary("gdn_value_gradient", value, row))
-    row = kernels.rule(
-        "state_gradients", 3 * key + 2 * value, state + value, sizes.across(3), sizes.chunks_of_one
-    )
+    row = rule("state_gradients", 3 * key + 2 * value, state + value, sizes.across(3), sizes.chunks_of_one)
     live.append(builder.temporary("gdn_state_gradients", state + value, row))
     read = 3 * key + 3 * value + 2 * state
-    row = kernels.rule("key_gradients", read, 3 * key, sizes.across(3) + sizes.inside(2, 1))
+    row = rule("key_gradients", read, 3 * key, sizes.across(3) + sizes.inside(2, 1))
     gradients = builder.temporary("gdn_gradients", 3 * key + value, row)
     builder.release(d_output, row)
     read = 2 * key + 2 * value + sizes.triangle_bytes
     flops = sizes.inside(4, 2) + 2 * sizes.inverse(6)
-    row = kernels.rule("new_keys_values_backward", read, 2 * key + value, flops)
+    row = rule("new_keys_values_backward", read, 2 * key + value, flops)
     for tensor in (*live, saved.queries, saved.values, saved.rule):
         builder.release(tensor, row)
     kernels.moves("gradient_sums", OpKind.ELEMENTWISE, 2 * key + 2 * sizes.decay_bytes, key, 2)

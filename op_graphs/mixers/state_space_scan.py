@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..graph import ScanShape
 from ..lowering_context import LoweringContext
 from ..program import ProgramBuilder, Tensor
 from ..vocabulary import OpKind
@@ -131,10 +132,19 @@ class _Kernels:
         self._context = context
         self.sizes = sizes
 
-    def scan(self, name: str, read: float, written: float, flops: float = 0.0) -> int:
+    def scan(
+        self, name: str, read: float, written: float, flops: float = 0.0, *, backward: bool = False
+    ) -> int:
         """One kernel of the scan."""
         dtype = self._context.dtype
-        return self._builder.compute(name, OpKind.SCAN, read=read, written=written, flops=flops, dtype=dtype)
+        shape = ScanShape(backward=backward)
+        return self._builder.compute(
+            name, OpKind.SCAN, read=read, written=written, flops=flops, shape=shape, dtype=dtype
+        )
+
+    def gradient(self, name: str, read: float, written: float, flops: float = 0.0) -> int:
+        """A kernel that computes gradients."""
+        return self.scan(name, read, written, flops, backward=True)
 
     def convolution(self, name: str, read: float, written: float, passes: int = 1) -> int:
         """The convolution, forward or (twice the products) backward."""
@@ -228,9 +238,9 @@ def _state_gradients(builder: ProgramBuilder, kernels: _Kernels, states: Tensor)
     sizes = kernels.sizes
     summed, passed = _FP32 * sizes.state_elements, sizes.item * sizes.state_elements
     read = sizes.x_bytes + sizes.state_input_bytes + sizes.step_bytes
-    row = kernels.scan("ssm_state_gradient", read, summed, sizes.state_flops)
+    row = kernels.gradient("ssm_state_gradient", read, summed, sizes.state_flops)
     raw = builder.temporary("ssm_state_gradients", summed, row)
-    row = kernels.scan("ssm_state_passing_backward", summed + passed, passed)
+    row = kernels.gradient("ssm_state_passing_backward", summed + passed, passed)
     builder.release(raw, row)
     return [states, builder.temporary("ssm_passed_gradients", passed, row)]
 
@@ -241,12 +251,14 @@ def _channel_gradients(builder: ProgramBuilder, kernels: _Kernels) -> None:
     x, b, steps = sizes.x_bytes, sizes.state_input_bytes, 2 * sizes.step_bytes
     passed, square = sizes.item * sizes.state_elements, sizes.square_bytes
     flops, masked = sizes.state_flops, sizes.masked_flops
-    kernels.scan("ssm_x_gradient", 2 * x + b + square + passed + steps, x + sizes.step_bytes, flops + masked)
-    kernels.scan("ssm_b_gradient", x + b + passed + steps, 2 * b, flops)
-    kernels.scan("ssm_c_gradient", x + b + passed + steps, 2 * b, flops)
-    row = kernels.scan("ssm_square_gradient", 2 * x + steps, square, masked)
+    kernels.gradient(
+        "ssm_x_gradient", 2 * x + b + square + passed + steps, x + sizes.step_bytes, flops + masked
+    )
+    kernels.gradient("ssm_b_gradient", x + b + passed + steps, 2 * b, flops)
+    kernels.gradient("ssm_c_gradient", x + b + passed + steps, 2 * b, flops)
+    row = kernels.gradient("ssm_square_gradient", 2 * x + steps, square, masked)
     d_square = builder.temporary("ssm_square_gradients", square, row)
     for name in ("b", "c"):
-        row = kernels.scan(f"ssm_{name}_square_gradient", square + 3 * b, b, sizes.square_flops)
+        row = kernels.gradient(f"ssm_{name}_square_gradient", square + 3 * b, b, sizes.square_flops)
     builder.release(d_square, row)
-    kernels.scan("ssm_decay_gradient", 2 * x + square + steps, sizes.step_bytes, masked)
+    kernels.gradient("ssm_decay_gradient", 2 * x + square + steps, sizes.step_bytes, masked)

@@ -276,11 +276,15 @@ class ComputeCost:
             time_ns = attention_ns(shape, self.profile.attention, peak, flops)
             return max(time_ns, traffic / achieved_bandwidth(memory, "stream"), floor_ns), provenance
         if isinstance(shape, ScanShape) or kind == OpKind.SCAN:
-            bandwidth = achieved_bandwidth(memory, "stream")
-            steps = shape.steps if isinstance(shape, ScanShape) else 0
-            peak = self.peak_flop_per_ns(dtype, sm_count) if flops else 1.0
+            scan = shape if isinstance(shape, ScanShape) else ScanShape()
             time_ns = scan_ns(
-                self.profile.scan, peak, bandwidth, flops=flops, traffic_bytes=traffic, steps=steps
+                self.profile.scan,
+                self.peak_flop_per_ns(dtype, sm_count) if flops else 1.0,
+                achieved_bandwidth(memory, "stream"),
+                flops=flops,
+                traffic_bytes=traffic,
+                steps=scan.steps,
+                backward=scan.backward,
             )
             return floor_ns + time_ns, Provenance.EXTRAPOLATED if flops else provenance
         time_ns = memory_bound_ns(MemoryShape(ACCESS_OF_KIND.get(kind, "stream")), memory, traffic)

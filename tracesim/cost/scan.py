@@ -5,8 +5,8 @@ casts, so it stays far below the rate of matrix products and mostly below the ba
 chunks of a sequence one after the other cannot be faster than its steps, however few heads there are.
 
 Left out: that a kernel with more traffic for its products overlaps them less well, and differences between kernels; one
-efficiency stands for all of them, forward and backward. The algorithms are those of arXiv:2405.21060, section 6, and
-arXiv:2412.06464, section 3.
+efficiency stands for all that run forward, and one for all that compute gradients. The algorithms are those of
+arXiv:2405.21060, section 6, and arXiv:2412.06464, section 3.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def scan_ns(
     flops: float,
     traffic_bytes: float,
     steps: int = 0,
+    backward: bool = False,
 ) -> float:
     """Duration of one kernel of a scan, without the floor that every kernel has.
 
@@ -32,12 +33,14 @@ def scan_ns(
         flops: products that it really runs, FLOP.
         traffic_bytes: bytes read and written.
         steps: chunks that it goes through one after the other; 0 where all run at once.
+        backward: whether it computes gradients.
 
     Returns:
         Nanoseconds: the longest of products, traffic and steps.
     """
+    efficiency = figures.efficiency * (figures.backward_ratio if backward else 1.0)
     return max(
-        flops / (peak_flop_per_ns * figures.efficiency),
+        flops / (peak_flop_per_ns * efficiency),
         traffic_bytes / bandwidth_byte_per_ns,
         steps * figures.step_us * 1e3,
     )
