@@ -126,7 +126,8 @@ def _errors(rows: Sequence[MeasuredRow], operation_us: float) -> list[float]:
         assert row.time_ms is not None
         hardware = row.scenario.hardware
         changed = replace(hardware, host=replace(hardware.host, operation_us=operation_us))
-        errors.append(100 * (time_ms(replace(row.scenario, hardware=changed)) / row.time_ms - 1))
+        predicted = time_ms(replace(row.scenario, hardware=changed), update_only=row.update_only)
+        errors.append(100 * (predicted / row.time_ms - 1))
     return errors
 
 

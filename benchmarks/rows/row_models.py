@@ -141,7 +141,7 @@ _GPT_SIZES: dict[str, dict[str, int]] = {
 
 def machine_of(row: Mapping[str, Any], settings: SourceSettings) -> str | dict[str, Any]:
     """Hardware of a scenario for the ``gpu`` of a row; raise RowSkippedError where no profile fits."""
-    gpu = text_at(row, "gpu")
+    gpu = settings.gpu_of(text_at(row, "table"), text_at(row, "gpu"))
     for pattern, machine in MACHINES:
         if re.fullmatch(pattern, gpu.lower().replace(" (", "(")):
             if not machine:

@@ -19,6 +19,7 @@ from .configurations import configuration_of
 from .layouts import ends_count_as_layers, evenly, layout_text
 from .measured_time import iteration_ms
 from .recipes import bridge_recipe, release_of
+from .recompute_words import recompute_of
 from .row import (
     MeasuredRow,
     RowSkippedError,
@@ -99,6 +100,7 @@ def express(row: Mapping[str, Any], label: str, source: str) -> MeasuredRow:
         reserved,
         bubble and 100 * bubble,
         notes=(*settings.notes, *configuration.notes),
+        update_only=_is_composed(row, settings),
     )
 
 
@@ -313,7 +315,7 @@ def _training(
         "micro_batch_size": count_at(row, "mbs", "local_batch"),
         **_precision(_precision_text(row), settings),
         "grad_reduce_dtype": settings.grad_reduce_dtype,
-        "recompute": _with_norms(_recompute(row, settings), settings),
+        "recompute": recompute_of(row, settings),
         "attention": attention,
         "cross_entropy_fusion": _loss(row, settings),
         "gradient_accumulation_fusion": settings.gradient_accumulation_fusion,
@@ -404,58 +406,6 @@ def _fp8(text: str, settings: SourceSettings) -> dict[str, str]:
     return {"dtype": "fp8-tensorwise", "fp8_scaling": stated.pop() if stated else settings.fp8_scaling}
 
 
-_MODULES = {
-    "core_attn": "core_attn",
-    "layernorm": "layernorm",
-    "norm": "layernorm",
-    "mlp": "mlp",
-    "moe": "moe",
-    "act": "moe_act",
-    "moe_act": "moe_act",
-    "mla_up_proj": "mla_up_proj",
-    "shared_expert": "shared_experts",
-    "shared_experts": "shared_experts",
-}
-"""Modules that are recomputed, by the words of tables."""
-_TORCHTITAN: dict[str, dict[str, Any]] = {
-    "full ac": {"every": 1},
-    "selective layer ac": {"every": 2},
-    "selective op ac": {"keep": "every-second-product"},
-    "per-op sac": {"keep": "every-second-product"},
-}
-"""torchtitan's kinds of activation checkpointing; its configurations recompute every second layer. Its policy by
-operators keeps every second matrix product (``_save_list`` of torchtitan/parallelisms/parallelize_llama.py)."""
-
-
-def _with_norms(recompute: str | dict[str, Any], settings: SourceSettings) -> str | dict[str, Any]:
-    """Nothing but the norms runs again where a framework does so without being asked."""
-    return {"modules": ["layernorm"]} if settings.norms_run_again and recompute == "none" else recompute
-
-
-def _recompute(row: Mapping[str, Any], settings: SourceSettings) -> str | dict[str, Any]:
-    text = text_at(row, "recompute").lower()
-    if text in _TORCHTITAN:
-        return _TORCHTITAN[text]
-    if "selective" in text or text.partition(",")[0] in _MODULES:
-        if re.fullmatch(r"(recompute-activations \()?selective\)?( \(attention core\)| core_attn)?", text):
-            return {"modules": ["core_attn"]}
-        words = re.split(r"[,+\s]+", text.removeprefix("selective").replace("[]", "").strip(" []"))
-        words = [word for word in words if word]
-        unknown = [word for word in words if word not in _MODULES]
-        if unknown:
-            raise RowSkippedError(f"recompute {row['recompute']!r} is not expressed")
-        return {"modules": [_MODULES[word] for word in words]} if words else "none"
-    if text.startswith("full") or text in ("yes", "on", "activation checkpointing true"):
-        return "full"
-    if text.startswith(("none", "no ac")) or text in ("no", "off", "activation checkpointing false"):
-        return "none"
-    if (text and text != "not stated") or settings.recompute is None:
-        if settings.recipes and not text:
-            return "none"
-        raise RowSkippedError(f"recompute is given as {text or 'nothing'!r}")
-    return settings.recompute
-
-
 def _schedule(row: Mapping[str, Any], parallel: Mapping[str, Any], settings: SourceSettings) -> str:
     stated = text_at(row, "schedule") or settings.schedule or ""
     if parallel["vpp"] > 1 and stated.lower() in ("", "1f1b"):
@@ -489,11 +439,18 @@ def _overlap(
     if parallel["zero"] >= 2:
         # Weights and gradients of units travel beside compute in every microbatch, and take SMs and memory from it.
         overlap["contention"] = True
+    if _is_composed(row, settings):
+        overlap["p2p"] = True
     if "no overlap of gradient" in text_at(row, "notes"):
         overlap["grad_reduce"] = False
     if "async" in text_at(row, "technique").lower() and parallel["tp"] > 1:
         overlap["tp"] = "async-tp"
     return overlap
+
+
+def _is_composed(row: Mapping[str, Any], settings: SourceSettings) -> bool:
+    """Whether the time of a row was put together from parts."""
+    return bool(settings.composed_in) and text_at(row, "table").startswith(settings.composed_in)
 
 
 def _gib(gigabytes: float | None) -> float | None:
