@@ -2,10 +2,8 @@
 
 ``host.operation_us``, what launching one lowered operation takes. On A100 only small models count (hidden size up to
 1,024, one node), whose steps are mostly bound by launches; on H100 mixtures of Megatron-Bridge's tables that run
-without CUDA graphs, whose modules are Transformer Engine's; on GB200 mixtures of those tables whose iteration is not
-captured whole: Grace takes two to three times as long for a linear as the hosts of H100 (TransformerEngine issue 2053:
-37 us for ``torch.nn.Linear`` in place of 13.5). On A100 the value at which the median error of the rows is zero; the
-mixtures lie on both sides of any value, so for them the one with the least mean error.
+without CUDA graphs, whose modules are Transformer Engine's. On A100 the value at which the median error of the rows is
+zero; the mixtures lie on both sides of any value, so for them the one with the least mean error.
 
 ``host.resume_us``, what lies between a transfer that the host waits for and the pass behind it: arXiv:2401.10241 has,
 for four models, the profiled times of a forward, of a backward for input and for weights, and of a transfer (table 6),
@@ -22,7 +20,6 @@ from pathlib import Path
 from statistics import mean, median
 
 from benchmarks.rows import MeasuredRow
-from op_graphs.cuda_graphs import FULL_ITERATION
 
 from .result import Fit, expressed, installed_value, time_ms
 
@@ -31,11 +28,8 @@ PROFILE = "a100-sxm-80g"
 _SMALL_HIDDEN, _SMALL_LAYERS, _NODE = 1024, 24, 8
 _VALUES_US = (0.0, 40.0, 80.0)
 """Where rows are simulated; the time of each is taken as linear in between."""
-EAGER_PROFILE, GRACE_PROFILE = "h100-sxm", "gb200-nvl72"
-_EAGER_VALUES_US = {
-    EAGER_PROFILE: (0.0, 110.0, 130.0, 150.0, 170.0, 190.0),
-    GRACE_PROFILE: (0.0, 160.0, 180.0, 200.0, 220.0, 240.0),
-}
+EAGER_PROFILE = "h100-sxm"
+_EAGER_VALUES_US = (0.0, 110.0, 130.0, 150.0, 170.0, 190.0)
 _REFINED_US = 4.0
 
 PASSES_MS: dict[int, tuple[float, float, float, float]] = {
@@ -49,7 +43,7 @@ PASSES_MS: dict[int, tuple[float, float, float, float]] = {
 
 def fit(files: Sequence[Path], figure: str = "") -> list[Fit]:
     """The fits whose rows are there; of one figure, or of both."""
-    small, blocking, eager, grace = [], [], [], []
+    small, blocking, eager = [], [], []
     for source, row in expressed(files):
         model, parallel = row.scenario.model, row.scenario.parallel
         if source == "vtrain-ground-truth" and (
@@ -65,14 +59,6 @@ def fit(files: Sequence[Path], figure: str = "") -> list[Fit]:
             and not row.scenario.training.cuda_graphs
         ):
             eager.append(row)
-        if (
-            source == "megatron-bridge"
-            and row.scenario.hardware.name == GRACE_PROFILE
-            and model.moe is not None
-            and model.state_space is None
-            and FULL_ITERATION not in row.scenario.training.cuda_graphs
-        ):
-            grace.append(row)
         if source == "zero-bubble" and row.scenario.schedule == "1f1b":
             blocking.append(row)
     found = []
@@ -81,12 +67,7 @@ def fit(files: Sequence[Path], figure: str = "") -> list[Fit]:
         found.append(_operation(small, PROFILE, what, _VALUES_US))
     if eager and figure in ("", OPERATION):
         what = "rows of mixtures in Megatron-Bridge's tables without CUDA graphs"
-        found.append(_operation(eager, EAGER_PROFILE, what, _EAGER_VALUES_US[EAGER_PROFILE]))
-    if grace and figure in ("", OPERATION):
-        what = (
-            "rows of mixtures of attention in Megatron-Bridge's tables whose iteration is not captured whole"
-        )
-        found.append(_operation(grace, GRACE_PROFILE, what, _EAGER_VALUES_US[GRACE_PROFILE]))
+        found.append(_operation(eager, EAGER_PROFILE, what, _EAGER_VALUES_US))
     if blocking and figure in ("", RESUME):
         found.append(_resume(blocking))
     return found
@@ -94,7 +75,7 @@ def fit(files: Sequence[Path], figure: str = "") -> list[Fit]:
 
 def _operation(rows: Sequence[MeasuredRow], profile: str, what: str, values: Sequence[float]) -> Fit:
     errors = {value: _errors(rows, value) for value in values}
-    if profile in _EAGER_VALUES_US:
+    if profile == EAGER_PROFILE:
         rule = "smallest mean |error| in steps of 20 us"
         value = min(values, key=lambda at: (mean(map(abs, errors[at])), at))
     else:
