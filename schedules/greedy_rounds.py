@@ -92,6 +92,8 @@ class _Rounds:
         self.weight_memory = weight_memory
         self.transfer = costs.transfer
         self.rule = rule
+        self.most_idle = 0.0
+        """Longest time that a rank has waited."""
         self.ranks = [
             RoundRank(
                 stage,
@@ -178,7 +180,11 @@ class _Rounds:
         return self._may_idle(rank, arrives - rank.clock)
 
     def _may_idle(self, rank: RoundRank, time: float) -> bool:
-        return rank.idle + time <= max(other.idle for other in self.ranks)
+        return rank.idle + time <= self.most_idle
+
+    def _idle(self, rank: RoundRank, time: float) -> None:
+        rank.idle += time
+        self.most_idle = max(self.most_idle, rank.idle)
 
     def _weights_to_make_room(self, rank: RoundRank) -> int:
         """Backwards for the weight after which a forward fits; all that wait if it never does."""
@@ -206,7 +212,7 @@ class _Rounds:
         if rank.stage:
             start = max(start, self.ranks[rank.stage - 1].forward_ends[microbatch] + self.transfer)
         if microbatch:
-            rank.idle += start - rank.clock
+            self._idle(rank, start - rank.clock)
         else:
             rank.began = start
         rank.clock = start + rank.forward_cost
@@ -217,7 +223,7 @@ class _Rounds:
     def _input(self, rank: RoundRank) -> None:
         microbatch = len(rank.input_ends)
         start = max(rank.clock, self._input_arrives(rank, microbatch))
-        rank.idle += start - rank.clock
+        self._idle(rank, start - rank.clock)
         rank.clock = start + rank.input_cost
         rank.input_ends.append(rank.clock)
         rank.held -= 1 - self.weight_memory
