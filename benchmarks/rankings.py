@@ -66,8 +66,11 @@ def rank_cells(
     cells: dict[str, list[tuple[Scenario, float]]] = {}
     for scenario, time in measured:
         plan = replace(scenario.parallel, vpp=1, layout=None)
-        # Where transfers are placed comes with the runtime of a schedule.
-        alike = replace(scenario, name="", schedule="", parallel=plan, overlap=OverlapPlan())
+        # Where transfers are placed, and whether ranks meet between steps, comes with the runtime of a schedule.
+        training = replace(scenario.training, post_validation=False)
+        alike = replace(
+            scenario, name="", schedule="", parallel=plan, overlap=OverlapPlan(), training=training
+        )
         cells.setdefault(repr(alike), []).append((scenario, time))
     found = []
     for runs in cells.values():

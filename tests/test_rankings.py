@@ -33,7 +33,7 @@ def test_rows_that_differ_in_their_schedule_alone_are_a_cell() -> None:
         (run("1f1b", 4), 9.0),
     ]
     (cell,) = rank_cells(rows, lambda scenario: times[scenario.schedule])
-    assert [run.schedule.partition(",")[0] for run in cell.runs] == ["1f1b", "interleaved-1f1b", "gpipe"]
+    assert [run.schedule for run in cell.runs] == ["1f1b", "interleaved-1f1b", "gpipe"]
     assert not cell.in_order
     assert cell.pairs == (2, 3)
     renamed = [(replace(scenario, name="x"), time) for scenario, time in rows[:2]]
@@ -44,6 +44,12 @@ def test_rows_that_differ_in_their_schedule_alone_are_a_cell() -> None:
         for scenario, _ in rows[:1]
     ]
     assert len(rank_cells([*placed, rows[1]], lambda scenario: times[scenario.schedule])) == 1
+    # So is an optimizer that waits for no other stage.
+    validated = [
+        (replace(scenario, training=replace(scenario.training, post_validation=True)), 30.0)
+        for scenario, _ in rows[:1]
+    ]
+    assert len(rank_cells([*validated, rows[1]], lambda scenario: times[scenario.schedule])) == 1
 
 
 @pytest.mark.shared_data
