@@ -21,7 +21,7 @@ from benchmarks.fit_contention import (
     residuals,
 )
 from benchmarks.kernel_pairs import LEAST_STALL_US, Device, Launch, Pair, kernel_pairs
-from benchmarks.step_pairs import chunk_pairs, setting_pairs
+from benchmarks.step_pairs import chunk_pairs, setting_pairs, step_pairs
 from op_graphs.vocabulary import OpKind
 from tracesim.cost.contention import SECOND_WAVE
 
@@ -171,6 +171,15 @@ def test_the_pair_of_chunks_is_among_what_the_fit_prints():
     time, hidden = chunk_pairs()
     assert (time.without_contention, time.with_contention) == (pytest.approx(time.measured, rel=0.05),) * 2
     assert hidden.without_contention == pytest.approx(hidden.measured, abs=5)
+
+
+@pytest.mark.shared_data
+def test_asynchronous_tensor_parallelism_is_compared_as_the_scoreboard_runs_it(shared_data):
+    found = step_pairs(shared_data)
+    assert len(found) == 5
+    for pair in found:
+        assert 1 < pair.with_contention < pair.without_contention
+        assert pair.with_contention == pytest.approx(pair.measured, rel=0.15)
 
 
 @pytest.mark.shared_data
