@@ -10,10 +10,10 @@ The step of a pass through the chunks follows from single sequences of 4,096 to 
 pull request 3866), whose 8 heads leave most of a chip idle.
 
 Neither has a backward pass. What it takes follows from the training rate of a Mamba-2 model on H200 (48 layers of width
-2,048, 16,384 tokens; state-spaces/mamba, issue 904), read as six FLOPs a parameter and token: all that its step takes
-longer than its other operations. The source says nothing of those, so the ratio is rather low than high; the rates of
-other machines there, whose efficiency of the forward is less certain, ask for 0.21 (A100) and 0.25 (GB200). As one
-sequence, because mamba_ssm needs no copies between orders; without work of the host. No row of the scoreboard took
+2,048, 16,384 tokens; github.com/state-spaces/mamba/issues/904), read as six FLOPs a parameter and token: all that its
+step takes longer than its other operations. The source says nothing of those, so the ratio is rather low than high; the
+rates of other machines there, whose efficiency of the forward is less certain, ask for 0.21 (A100) and 0.25 (GB200). As
+one sequence, because mamba_ssm needs no copies between orders; without work of the host. No row of the scoreboard took
 part.
 """
 
@@ -174,7 +174,7 @@ def _tables() -> list[_Table]:
 
 
 def fit(figure: str = "") -> list[Fit]:
-    """The fits of both figures on all machines that were timed, or of one figure."""
+    """The fits of all figures on the machines that were timed, or of one figure."""
     return [_fit(table) for table in _tables() if figure in ("", table.figure)]
 
 
