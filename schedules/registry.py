@@ -1,6 +1,7 @@
 """The schedules by name. Adding one is a file with a pure function, and an entry in ``SCHEDULES``.
 
-A name may carry options, as in ``interleaved-1f1b:group=8`` or ``greedy:memory=8,forward=1,input=0.9,weight=0.7``.
+A name may carry options, as in ``interleaved-1f1b:group=8`` or ``greedy:memory=8,forward=1,input=0.9,weight=0.7``;
+``flush=N`` drains the pipeline of any schedule after every N microbatches.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .costs import ActionCosts
 from .csv_format import read_schedule_csv
 from .dualpipe import dualpipe
 from .dualpipev import dualpipev
+from .flushed import flushed
 from .forward_only import forward_only
 from .gpipe import gpipe
 from .greedy import Objective, greedy
@@ -66,6 +68,8 @@ class Entry:
 
 
 _GROUP = {"group": int}
+_FLUSH = {"flush": int}
+"""What every schedule by name takes (:mod:`schedules.flushed`)."""
 
 
 class Times(str, Enum):
@@ -173,7 +177,10 @@ def build_schedule(
         options["group"] = group_size
     if "group" in options:
         options["group_size"] = options.pop("group")
-    return entry.build(pp, vpp, microbatches, **options)
+    flush = options.pop("flush", None)
+    if flush is None:
+        return entry.build(pp, vpp, microbatches, **options)
+    return flushed(lambda count: entry.build(pp, vpp, count, **options), microbatches, flush)
 
 
 def takes_profiled_times(name: str) -> bool:
@@ -211,15 +218,16 @@ def _lookup(name: str) -> tuple[str, Entry, dict[str, Any]]:
     for part in text.split(",") if colon else ():
         key, _, value = part.partition("=")
         key = key.strip()
-        if key not in entry.options:
-            takes = ", ".join(f"{option}=..." for option in entry.options) or "no options"
+        known = {**entry.options, **_FLUSH}
+        if key not in known:
+            takes = ", ".join(f"{option}=..." for option in known)
             raise ScheduleError(
                 f"schedule {name}: {part.strip()!r} is no option of {plain}, which takes {takes}"
             )
         try:
-            options[key] = entry.options[key](value)
+            options[key] = known[key](value)
         except ValueError:
-            wanted = _wanted(entry.options[key])
+            wanted = _wanted(known[key])
             raise ScheduleError(f"schedule {name}: {key}={value.strip()} must be {wanted}") from None
     return plain, entry, options
 

@@ -235,6 +235,8 @@ def test_captured_mixtures_have_fused_experts(release, gpu, fuses):
     ("name", "gpus", "parallel", "recompute", "tp_overlap"),
     [
         ("Llama3 8B", 1, {"fsdp": 1, "tp": 1}, "none", False),
+        ("Qwen2.5 7B", 1, {"fsdp": 1, "tp": 1}, "none", False),
+        ("Llama3 70B", 8, {"fsdp": 1, "tp": 4, "pp": 2, "vpp": 10}, "full", False),
         ("Llama3 70B", 8, {"fsdp": 4, "tp": 2}, "full", "async-tp"),
         ("Qwen2.5 32B", 8, {"fsdp": 4, "tp": 2}, "full", False),
     ],
@@ -272,7 +274,51 @@ def test_a_local_batch_of_automodel_is_that_many_microbatches(tmp_path):
     )
     assert found.libraries.experts_in_turn
     assert found.training.recompute.stops_early
-    assert "runs the pipeline's schedule once for each" in refusal(row, tmp_path, num_microbatches=2)
+    assert found.schedule == "interleaved-1f1b"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (
+            {"model": "Kimi K2", "num_gpus": 256, "ep": 32, "fsdp": 32, "pp": 8, "vpp": 4, "calls": 2},
+            ("kimi-k2", "full", 8, 1, 16, "interleaved-1f1b:flush=8"),
+        ),
+        (
+            {"model": "Qwen3 MoE 30B", "num_gpus": 8, "ep": 8, "fsdp": 8, "local": 4, "mbs": 4, "calls": 16},
+            ("qwen3-30b-a3b", "full", 1, 4, 16, "1f1b"),
+        ),
+        (
+            {"model": "GPT-OSS 20B", "num_gpus": 8, "ep": 8, "fsdp": 8, "local": 2, "mbs": 2, "calls": 16},
+            ("gpt-oss-20b", "none", 1, 2, 16, "1f1b"),
+        ),
+    ],
+)
+def test_mixtures_of_automodel_are_the_models_of_their_rows(row, expected, tmp_path):
+    """A pipeline is called once for each local batch; without one, local batches are plain accumulation."""
+    plan = {key: row[key] for key in ("ep", "fsdp", "pp", "vpp") if key in row}
+    found = scenario(
+        {key: LORA[key] for key in ("gpu", "metrics")},
+        tmp_path,
+        source="nemo-automodel",
+        table="Pre-Training Performance",
+        precision="bf16",
+        num_gpus=row["num_gpus"],
+        local_batch=row.get("local", 8),
+        mbs=row.get("mbs", 1),
+        num_microbatches=row["calls"],
+        model={"name": row["model"], "seq": 4096},
+        parallel=plan,
+    )
+    training = found.training
+    assert (
+        found.model.name,
+        training.recompute.mode,
+        found.parallel.pp,
+        training.micro_batch_size,
+        training.num_microbatches,
+        found.schedule,
+    ) == expected
 
 
 def test_the_file_beside_a_trace_says_its_batch(tmp_path):

@@ -228,10 +228,13 @@ def test_combined_1f1b_warms_up_one_forward_more_than_interleaved(name, rank, wa
         (("dualpipev", 4, 2, 7), "2 \\* pp = 8, not 7; use zb-v"),
         (
             ("interleaved-1f1b:grup=4", 2, 2, 4),
-            "'grup=4' is no option of interleaved-1f1b, which takes group=...",
+            "'grup=4' is no option of interleaved-1f1b, which takes group=..., flush=...",
         ),
         (("interleaved-1f1b:group=x", 2, 2, 4), "group=x must be a whole number"),
-        (("1f1b:group=2", 2, 1, 4), "takes no options"),
+        (("1f1b:group=2", 2, 1, 4), "no option of 1f1b, which takes flush=...$"),
+        (("1f1b:flush=3", 2, 1, 8), "flush=3 must divide the 8 microbatches of a step; nearest: 2"),
+        (("1f1b:flush=0", 2, 1, 8), "flush=0 must divide the 8 microbatches"),
+        (("dualpipe:flush=4", 4, 1, 16), "2 \\* pp = 8 microbatches"),
         (("greedy:memory=1", 4, 2, 4), "memory limit of 1 activations is below 2.*allow at least 2"),
         (("greedy:minimize=memory", 4, 1, 4), "minimize=memory must be makespan or longest-rank"),
         (("greedy:weight_memory=2", 4, 1, 4), "weight_memory=2.0 must be a share of an activation"),
@@ -254,6 +257,34 @@ def test_combined_1f1b_warms_up_one_forward_more_than_interleaved(name, rank, wa
 def test_what_cannot_be_built_says_why(arguments, complaint):
     with pytest.raises(ScheduleError, match=complaint):
         build_schedule(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "vpp"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("dualpipev", 2), ("dualpipe", 1)]
+)
+def test_a_flushed_schedule_is_its_own_calls_one_after_another(name, vpp):
+    """Every call is the schedule of so many microbatches; of two copies of the model each takes half of every call."""
+    pp, flush, calls = 4, 8, 3
+    once = build_schedule(name, pp, vpp, flush)
+    whole = build_schedule(f"{name}:flush={flush}", pp, vpp, flush * calls)
+    check_schedule(whole)
+    share = flush // once.copies
+    for row, single in zip(whole.actions, once.actions, strict=True):
+        assert len(row) == calls * len(single)
+        for call in range(calls):
+            for action, alone in zip(row[call * len(single) :], single, strict=False):
+                pairs = zip(action.sub_actions or (action,), alone.sub_actions or (alone,), strict=True)
+                for part, model in pairs:
+                    copy, index = divmod(model.microbatch, share)
+                    assert (part.stage, part.kind) == (model.stage, model.kind)
+                    assert part.microbatch == copy * share * calls + call * share + index
+
+
+def test_a_flushed_pipeline_pays_its_ramps_in_every_call():
+    """Forwards of 1 and backwards of 2 on p ranks: a call of n takes 3 (n + p - 1), and no call has more in flight."""
+    schedule = build_schedule("1f1b:flush=4", 4, 1, 12)
+    assert simulate_unit_times(schedule).makespan == 3 * 3 * (4 + 3)
+    assert peak_activations(schedule) == (4, 3, 2, 1)
 
 
 def test_names_are_read_in_any_case():

@@ -175,51 +175,83 @@ def _modelzoo(row: Section) -> Configuration:
 
 
 def _automodel(row: Section) -> Configuration:
-    """examples/llm_benchmark: ``*_peft_benchmark.yaml``, ``deepseek_v3_te_deepep.yaml``, ``kimi_k2_te_deepep.yaml``.
+    """examples/llm_benchmark of NeMo AutoModel, a YAML file for each row.
 
-    Adapters of rank 16 at every ``*_proj`` of weights in bf16: ``qkv_proj`` and ``gate_up_proj`` are one each in
-    AutoModel's own models, Llama 3 8B is Hugging Face's (``force_hf``). Activation checkpointing of whole layers,
-    compiled but for the mixture, and none for Llama 3 8B, which has dropout of 0.1; asynchronous tensor parallelism and
-    sequence parallelism with Llama 3 70B only. The mixtures have a loss without fp32 copies and a gate without scores
-    (``fake_balanced_gate``, ``moe/layers.py``).
+    ``num_microbatches`` of a row is the number of its local batches; each goes through the pipeline on its own.
+    """
+    changes = _automodel_adapters(row) if "LoRA" in text_at(row, "table") else _automodel_mixture(row)
+    local, size = row.get("local_batch"), row.get("mbs", row.get("local_batch"))
+    calls = row.get("num_microbatches") or 1
+    if not (isinstance(local, int) and isinstance(size, int) and isinstance(calls, int)) or local % size:
+        return changes
+    a_call = local // size
+    scenario = dict(changes.scenario)
+    if calls > 1 and count_at(mapping_at(row, "parallel"), "pp", default=1) > 1:
+        scenario["schedule"] = f"{_automodel_schedule(row)}:flush={a_call}"
+    stated = {"num_microbatches": a_call * calls, "mbs": size, "local_batch": None, "gbs": None}
+    return replace(changes, row={**changes.row, **stated}, scenario=scenario)
+
+
+def _automodel_schedule(row: Section) -> str:
+    return "interleaved-1f1b" if count_at(mapping_at(row, "parallel"), "vpp", default=1) > 1 else "1f1b"
+
+
+def _automodel_adapters(row: Section) -> Configuration:
+    """``*_peft_benchmark.yaml``, ``*_peft_pp.yaml``: adapters of rank 16 at every ``*_proj`` of weights in bf16.
+
+    ``qkv_proj`` and ``gate_up_proj`` are one each in AutoModel's own models; models of 7 and 8 B are Hugging Face's
+    (``force_hf``), without activation checkpointing, and Llama 3 8B has dropout of 0.1. The larger ones checkpoint
+    whole layers; Llama 3 70B runs sequence parallelism and asynchronous tensor parallelism, unless cut into stages.
     """
     name = text_at(mapping_at(row, "model"), "name")
-    if "LoRA" in text_at(row, "table"):
-        small, large = "8B" in name, "70B" in name
-        targets = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-        if small:
-            targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        return Configuration(
-            row={"recompute": "none" if small else "full"},
-            scenario={
-                "training": {
-                    "lora": {"rank": 16, "targets": targets, "dropout": 0.1 if small else 0.0},
-                    **({} if small else {"recompute": {"layers": 1, "stops_early": True}}),
-                },
-                "parallel": {"sp": large},
-                "overlap": {"tp": "async-tp" if large else False},
-                "libraries": {"transformer_engine": False},
-            },
-            notes=("adapters, recompute and overlap are those of the benchmark's YAML file",),
-        )
-    if name.startswith("Kimi") or row.get("num_microbatches") not in (None, 1):
-        raise RowSkippedError(
-            "its step runs the pipeline's schedule once for each of several local batches, which is not expressed"
-        )
-    local = row.get("local_batch")
-    if not isinstance(local, int):
-        return Configuration()
+    small = re.search(r"\b[78]B\b", name) is not None
+    rings = "70B" in name and count_at(mapping_at(row, "parallel"), "pp", default=1) == 1
+    targets = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    if small:
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    dropout = 0.1 if small and name.startswith("Llama") else 0.0
     return Configuration(
-        row={"recompute": "full", "num_microbatches": local, "local_batch": None, "gbs": None},
+        row={"recompute": "none" if small else "full"},
         scenario={
-            "model": {"base": "deepseek-v3", "name": "deepseek-v3", "mtp_layers": 0},
-            "parallel": {"ep_dispatcher": "deepep"},
-            "training": {"grad_reduce_dtype": "bf16", "recompute": {"layers": 1, "stops_early": True}},
-            "libraries": {"experts_in_turn": True},
+            "training": {
+                "lora": {"rank": 16, "targets": targets, "dropout": dropout},
+                **({} if small else {"recompute": {"layers": 1, "stops_early": True}}),
+            },
+            "parallel": {"sp": rings},
+            "overlap": {"tp": "async-tp" if rings else False},
+            "libraries": {"transformer_engine": False},
         },
+        notes=("adapters, recompute and overlap are those of the benchmark's YAML file",),
+    )
+
+
+def _automodel_mixture(row: Section) -> Configuration:
+    """``*_te_deepep.yaml``: FSDP2 with gradients in bf16, DeepEP, a gate without scores (``fake_balanced_gate``).
+
+    Activation checkpointing of whole layers, but for Moonlight and GPT-OSS 20B, and GPT-OSS 120B in local batches of
+    two. No file has heads for multi-token prediction.
+    """
+    name = text_at(mapping_at(row, "model"), "name")
+    known = re.sub(r"[^a-z0-9]", "", name.lower())
+    kept = known.startswith(("moonlight", "gptoss20b")) or (
+        known.startswith("gptoss120b") and row.get("local_batch") != 1
+    )
+    scenario: dict[str, Section | str] = {
+        "parallel": {"ep_dispatcher": "deepep"},
+        "training": {
+            "grad_reduce_dtype": "bf16",
+            **({} if kept else {"recompute": {"layers": 1, "stops_early": True}}),
+        },
+        "libraries": {"experts_in_turn": True},
+    }
+    if known.startswith("deepseekv3"):
+        scenario["model"] = {"base": "deepseek-v3", "name": "deepseek-v3", "mtp_layers": 0}
+    return Configuration(
+        row={"recompute": "none" if kept else "full"},
+        scenario=scenario,
         notes=(
-            "full recompute, DeepEP, bf16 gradients and one sequence a microbatch are those of the benchmark's YAML "
-            "file, which has no heads for multi-token prediction",
+            "recompute, DeepEP, bf16 gradients and local batches are those of the benchmark's YAML file, which has no "
+            "heads for multi-token prediction",
         ),
     )
 
@@ -231,9 +263,10 @@ def _torchtitan(row: Section) -> Configuration:
     """The command lines of benchmarks/*.md and the configurations that they name (llama3_8b.toml)."""
     if not text_at(row, "table").startswith("2025-06 Trainy"):
         return Configuration()
+    gathers = "all-gather" in text_at(row, "technique")
     return Configuration(
         row={"recompute": "per-op SAC"},
-        scenario={"training": {"fp8_param_gather": True}},
+        scenario={"training": {"fp8_param_gather": True}} if gathers else {},
         notes=(
             "selective checkpointing by operators is that of llama3_8b.toml, which the command line names",
         ),

@@ -26,6 +26,9 @@ _TORCHTITAN: dict[str, dict[str, Any]] = {
     "full ac": {"every": 1},
     "selective layer ac": {"every": 2},
     "selective op ac": {"keep": "every-second-product"},
+    "selective ac (op)": {"keep": "every-second-product"},
+    "op sac": {"keep": "every-second-product"},
+    "sac": {"keep": "every-second-product"},
     "per-op sac": {"keep": "every-second-product"},
 }
 """torchtitan's kinds of activation checkpointing; its configurations recompute every second layer. Its policy by
@@ -43,6 +46,7 @@ def recompute_of(row: Mapping[str, Any], settings: SourceSettings) -> str | dict
 
 def _stated(row: Mapping[str, Any], settings: SourceSettings) -> str | dict[str, Any]:
     text = text_at(row, "recompute").lower()
+    text = settings.recompute_names.get(text, text)
     if text in _TORCHTITAN:
         return _TORCHTITAN[text]
     if "selective" in text or text.partition(",")[0] in _MODULES:

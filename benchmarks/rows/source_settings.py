@@ -36,6 +36,8 @@ class SourceSettings:
     fp8_scaling: str = "current"
     """How tensorwise fp8 scales are found, where a row says fp8 and no more."""
     recompute: str | None = None
+    recompute_names: Mapping[str, str] = field(default_factory=dict)
+    """What its words for recompute stand for, where other sources mean something else."""
     zero: int | None = None
     attention: str | None = None
     schedule: str | None = None
@@ -306,9 +308,13 @@ SETTINGS: dict[str, SourceSettings] = {
     ),
     # Since 2025 it compiles the loss with the layers (components/loss.py): one pass over the logits and one over their
     # gradient.
+    # What a row's technique does not say is compiled runs eagerly.
     "torchtitan-bench": SourceSettings(
         attention="flash-2",
         transformer_engine=False,
+        eager=True,
+        # mode = "selective", selective_ac_option = "op" in llama3_8b.toml.
+        recompute_names={"selective ac": "per-op sac", "selective": "per-op sac"},
         sp=True,
         separate_projections=True,
         shards_over_context=True,

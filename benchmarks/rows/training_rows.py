@@ -55,6 +55,13 @@ _SCHEDULES = {
     "1f1b-i": "interleaved-1f1b",
     "interleaved1f1b": "interleaved-1f1b",
     "interleaved 1f1b": "interleaved-1f1b",
+    "looped bfs": "looped-bfs",
+    "loopedbfs": "looped-bfs",
+    "interleavedzerobubble": "interleaved-zb",
+    "interleaved zero bubble": "interleaved-zb",
+    "zbvzerobubble": "zb-v",
+    "zbv": "zb-v",
+    "dualpipev": "dualpipev",
     # The automatic schedules of Zero Bubble hold the activations of p and of 2 p microbatches, and are searched for
     # the times of the run's own passes and the least time of the longest rank.
     "zb-1p": "greedy:memory={pp},weight_memory={kept:.4f},times=profiled,minimize=longest-rank",
@@ -267,7 +274,8 @@ def _chunks(stated: Mapping[str, Any], row: Mapping[str, Any]) -> int:
     value = stated.get("vpp", stated.get("vp"))
     if value is None:
         # torchtitan gives a rank two stages where the schedule needs several and nobody says how many.
-        return 2 if text_at(row, "schedule").lower().startswith("interleaved") else 1
+        schedule = _SCHEDULES.get(text_at(row, "schedule").lower(), "")
+        return 2 if schedule.startswith(("interleaved", "looped", "zb-v", "dualpipev")) else 1
     if value == "layers per stage":
         # Every layer a chunk of its own; embedding and loss take the place of one each.
         layers = count_at(mapping_at(row, "model"), "layers") + 2
@@ -359,8 +367,8 @@ def _loss(row: Mapping[str, Any], settings: SourceSettings) -> bool | str:
 
 def _precision_text(row: Mapping[str, Any]) -> str:
     """The precision, or what the technique says of it."""
-    technique = text_at(row, "technique").lower()
-    return text_at(row, "precision") or ("float8" if "float8" in technique else "")
+    stated = re.search(r"float8( rowwise| tensorwise)?", text_at(row, "technique").lower())
+    return text_at(row, "precision") or (stated.group() if stated else "")
 
 
 def _cut_into_microbatches(
