@@ -109,7 +109,9 @@ NOTES: dict[str, SourceNote] = {
         "memory of the layers of GPT 22B to 1T by the formulas of arXiv:2205.05198, read off its figures by Calculon's "
         "authors: a test of formulas",
     ),
-    "nemo-automodel": SourceNote("DeepSeek-V3, Kimi K2, and adapters of Llama 3 and Qwen 2.5, with FSDP2 on H100"),
+    "nemo-automodel": SourceNote(
+        "DeepSeek-V3, Kimi K2, and adapters of Llama 3 and Qwen 2.5, with FSDP2 on H100"
+    ),
     "nemo-longseq": SourceNote("Llama 2 7B and 3 8B on sequences of 16k to 1M tokens; time from TFLOP/s"),
     "ccl-bench": SourceNote(
         "Llama 3.1 8B on four A100 of Perlmutter, steps of 512 tokens a sequence under the profiler",

@@ -425,27 +425,6 @@ def test_torchtitan_compiles_the_loss_since_2025(table, technique, loss, tmp_pat
     assert expressed(row, tmp_path).scenario.training.cross_entropy == loss
 
 
-def test_the_card_of_500_w_runs_at_the_clock_that_torchaos_run_asks_for(tmp_path):
-    # torchao's float8/README.md, training benchmarks: Llama 3 8B in bf16 on 8 of these cards, 6,150 tokens a second
-    # and GPU and 47.65 GiB. The loss is not compiled yet.
-    row = {
-        **TITAN,
-        "source": "torchtitan-bench",
-        "table": "2024 torchao",
-        "gpu": "H100-96GB-HBM2e-500W",
-        "local_batch": 1,
-        "num_gpus": 8,
-        "parallel": {"fsdp": 8},
-        "precision": "bf16",
-        "recompute": "per-op SAC",
-        "technique": "compile",
-    }
-    simulation = simulate(expressed(row, tmp_path).scenario)
-    assert simulation.report["iteration_time_ms"] == pytest.approx(1e3 * 8192 / 6150, rel=0.03)
-    reserved = max(memory.usage.peak_reserved for memory in simulation.reserved[0].values())
-    assert reserved / 2**30 == pytest.approx(47.65, rel=0.05)
-
-
 @pytest.mark.parametrize(
     ("table", "pp", "batch", "microbatches"),
     [
