@@ -195,6 +195,35 @@ def test_adapters_of_nvidias_fine_tuning_lie_at_the_projection_of_queries_keys_a
     assert bridge.training.lora.rank == 16
 
 
+@pytest.mark.parametrize(
+    ("source", "table", "gpu", "model", "precision", "graphs", "adapters"),
+    [
+        ("megatron-bridge", "26.06 / LoRA Performance", "DGX-GB300", "LLAMA3_70B", "FP8", ("mlp",), True),
+        ("megatron-bridge", "26.06 / LoRA Performance", "DGX-H100", "LLAMA3_70B", "FP8", (), True),
+        ("megatron-bridge", "26.06 / SFT Performance", "DGX-GB200", "LLAMA3_70B", "BF16", ("mlp",), False),
+        ("megatron-bridge", "26.06 / SFT Performance", "DGX-H100", "LLAMA3_70B", "BF16", (), False),
+        ("megatron-bridge", "26.06 / SFT Performance", "DGX-GB200", "LLAMA3_8B", "BF16", (), False),
+        (
+            "megatron-bridge-ablations",
+            "Llama3 70B SFT",
+            "H100-80GB-SXM",
+            "Llama 3 70B SFT",
+            "FP8",
+            ("mlp",),
+            False,
+        ),
+    ],
+)
+def test_fine_tuning_recipes_pack_documents_and_capture_the_mlps_of_large_models(
+    source, table, gpu, model, precision, graphs, adapters, tmp_path
+):
+    changes = {"source": source, "table": table, "gpu": gpu, "precision": precision}
+    found = scenario(LORA, tmp_path, **changes, model={"name": model, "seq": 4096})
+    assert found.training.sequence_lengths is not None
+    assert found.training.cuda_graphs == graphs
+    assert (found.training.lora is not None) == adapters
+
+
 def test_a_table_of_adapters_without_their_recipe_is_left_out(tmp_path):
     assert "of which rank, is not stated" in refusal(LORA, tmp_path, source="nemo-25.02-25.04")
 

@@ -60,7 +60,7 @@ def _adapters(rank: int) -> Configuration:
         scenario={
             "training": {
                 "lora": {"rank": rank, "targets": ["linear_qkv"]},
-                "sequence_lengths": {"mean": _SQUAD_TOKENS},
+                **_PACKED,
             }
         },
         notes=(
@@ -68,6 +68,10 @@ def _adapters(rank: int) -> Configuration:
             "own FLOPs",
         ),
     )
+
+
+_PACKED: Section = {"sequence_lengths": {"mean": _SQUAD_TOKENS}}
+_PACKED_NOTE = "packed documents of SQuAD of about 160 tokens are those of rows with adapters"
 
 
 def _nemo(row: Section) -> Configuration:
@@ -79,11 +83,38 @@ def _nemo(row: Section) -> Configuration:
 
 
 def _bridge(row: Section) -> Configuration:
-    """Rank 16 at ``linear_qkv`` and packed sequences of SQuAD.
+    """Rank 16 at ``linear_qkv`` and packed sequences of SQuAD, for fine-tuning of whole models too.
 
     recipes/llama/llama3.py and scripts/performance/configs/llama/llama3_llm_finetune.py of Megatron Bridge.
     """
-    return _adapters(16) if "LoRA" in text_at(row, "table") else Configuration()
+    table = text_at(row, "table")
+    if "LoRA" not in table and "SFT" not in table:
+        return Configuration()
+    training: dict[str, Any] = {**_PACKED, "recompute": "none", **_fine_tuning_graphs(row)}
+    notes = [_PACKED_NOTE]
+    if "LoRA" in table:
+        adapters = _adapters(16)
+        training = {**training, **mapping_at(adapters.scenario, "training")}
+        notes = list(adapters.notes)
+        if "h100" in text_at(row, "gpu").lower() and text_at(row, "precision").lower() == "bf16":
+            training["recompute"] = {"layers": 1, "method": "block"}
+    if training["cuda_graphs"]:
+        notes.append(_CAPTURED_MLP)
+    return Configuration(scenario={"training": training}, notes=tuple(notes))
+
+
+_CAPTURED_MLP = "MLPs in CUDA graphs are those of the performance recipe for fine-tuning"
+
+
+def _fine_tuning_graphs(row: Section) -> dict[str, list[str] | None]:
+    """``cuda_graph_scope`` of scripts/performance/configs/llama/llama3_workload_base_configs.py: MLPs, in 70 B models.
+
+    On Blackwell always, on H100 in 8-bit fine-tuning of the whole model.
+    """
+    whole, eight_bits = "SFT" in text_at(row, "table"), "fp8" in text_at(row, "precision").lower()
+    captured = "h100" not in text_at(row, "gpu").lower() or (whole and eight_bits)
+    large = "70B" in text_at(mapping_at(row, "model"), "name")
+    return {"cuda_graphs": ["mlp"] if captured and large else None}
 
 
 _EXPERT_OVERLAP = re.compile(r"\b(ep|moe|expert|a2a|all-?to-?all)[\w /-]*overlap", re.IGNORECASE)
@@ -120,6 +151,7 @@ def _ablated_recipe(row: Section) -> Configuration:
     reduced and kept in bf16, and so are both moments (``use_precision_aware_optimizer``). Nemotron 3 Nano, whose rows
     name HybridEP and CUDA graphs: scripts/performance/configs/nemotronh, ``nemotron_3_nano_llm_pretrain.py`` (gradients
     reduced in bf16) and ``nemotron_3_workload_base_configs.py`` (graphs of attention and Mamba layers on H100 in bf16).
+    Llama 3 70B SFT: ``llama3_llm_finetune.py`` in scripts/performance/configs/llama.
     """
     table = text_at(row, "table")
     if table.startswith("Moonlight"):
@@ -140,6 +172,17 @@ def _ablated_recipe(row: Section) -> Configuration:
             notes=(
                 "bf16 gradients and graphs of attention and Mamba are those of the performance recipe; HybridEP counts "
                 "as node-limited dispatch",
+            ),
+        )
+    if "SFT" in table:
+        return Configuration(
+            scenario={
+                "training": {**_PACKED, **_fine_tuning_graphs(row), "grad_reduce_dtype": "bf16"},
+                "overlap": {"tp": "userbuffers"},
+            },
+            notes=(
+                _PACKED_NOTE,
+                "bf16 gradients, overlap of tp and graphs are those of the performance recipe",
             ),
         )
     return Configuration()

@@ -291,8 +291,15 @@ SETTINGS: dict[str, SourceSettings] = {
         notes=("recompute, dispatcher and overlaps are those of the recipe for model, GPU and precision",),
     ),
     # The same recipes; every row says what it recomputes. Skills of the same repository: AdamW in fp32, fp32 gradients.
+    # TFLOP/s halve attention: those of rows that give the time too are theirs to 1 %.
     "megatron-bridge-ablations": SourceSettings(
-        zero=1, attention="flash", sp=True, recompute="none", cross_entropy_fusion=True, dtype="bf16"
+        zero=1,
+        attention="flash",
+        sp=True,
+        recompute="none",
+        cross_entropy_fusion=True,
+        dtype="bf16",
+        tflops=TflopsConvention("megatron", causal=True, counts_recompute=False),
     ),
     # torchtitan: FSDP2 with fp32 sharded parameters, over dp_shard * cp ranks (parallelisms/parallel_dims.py),
     # PyTorch's flash attention (FlashAttention 2), no dropout, F.cross_entropy of logits in fp32 outside of what is
