@@ -164,8 +164,14 @@ def check_context_parallel(
     if model.latent_attention and training.mla == "absorbed":
         # The latent is one head that all ranks share.
         kv_heads = 1
+        if parallel.cp_comm.startswith("dtensor"):
+            problems.add(
+                "parallel.cp_comm",
+                parallel.cp_comm,
+                "repeats keys and values for every head, which mla: absorbed does not make; use p2p or allgather",
+            )
     windowed = any(model.attention_window(layer) for layer in attention)
-    if windowed and parallel.cp_comm in ("p2p", "a2a+p2p"):
+    if windowed and parallel.cp_comm not in ("a2a", "allgather"):
         problems.add(
             "parallel.cp_comm",
             parallel.cp_comm,

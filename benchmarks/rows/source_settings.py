@@ -43,6 +43,8 @@ class SourceSettings:
     schedule: str | None = None
     sp: bool = False
     overlap: Mapping[str, bool | str] = field(default_factory=dict)
+    cp_comm: str = "p2p"
+    """How attention runs over context-parallel ranks; PyTorch's own ring overlaps nothing where it is compiled."""
     overlap_by_schedule: Mapping[str, Mapping[str, bool | str]] = field(default_factory=dict)
     """What differs from that, by the beginning of a schedule's name in the rows."""
     post_validation: tuple[str, ...] = ()
@@ -325,6 +327,9 @@ SETTINGS: dict[str, SourceSettings] = {
         sp=True,
         separate_projections=True,
         shards_over_context=True,
+        # utils.py, create_context_parallel_ctx: PyTorch's context_parallel, whose keys and values are gathered unless
+        # experimental.context_parallel_rotate_method says otherwise.
+        cp_comm="dtensor-allgather",
         cross_entropy_fusion="torch",
         loss_compiled_in=("2025",),
         # pipelining_utils.py of 2024: without experimental.pipeline_parallel_microbatches as many as the pipeline has

@@ -240,6 +240,7 @@ def _parallel(row: Mapping[str, Any], settings: SourceSettings) -> dict[str, Any
     return {
         **plan,
         **sharding,
+        "cp_comm": settings.cp_comm,
         "flat_parameters": settings.flat_parameters and sharding["zero"] == 3,
         "whole_tensors": settings.whole_tensors and sharding["zero"] == 1,
     }
@@ -453,6 +454,10 @@ def _overlap(
         overlap["grad_reduce"] = False
     if "async" in text_at(row, "technique").lower() and parallel["tp"] > 1:
         overlap["tp"] = "async-tp"
+    if settings.cp_comm.startswith("dtensor") and "compile" in text_at(row, "technique"):
+        # The blocks are compiled as full graphs (parallelisms/parallelize_llama.py), in which collectives are awaited
+        # where they start (torch/distributed/_functional_collectives.py, _maybe_wrap_tensor).
+        overlap["cp"] = "in-place"
     return overlap
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..lower_core_attention import AttentionSizes
 from ..lowering_context import LoweringContext
 from ..program import ProgramBuilder, Tensor
-from ..vocabulary import Communication, Dimension, OpKind
+from ..vocabulary import Communication, Dimension, DType, OpKind
 
 
 @dataclass
@@ -48,8 +48,12 @@ def exchange(
     size: float,
     group: int,
     after: Sequence[int] | None = None,
+    dtype: DType | None = None,
 ) -> int:
-    """A transfer of ``size`` bytes over a group, behind the rows ``after`` (the compute before it); returns its row."""
+    """A transfer of ``size`` bytes over a group, behind the rows ``after`` (the compute before it); returns its row.
+
+    ``dtype`` is what travels, by default the training dtype.
+    """
     return builder.collective(
         name,
         communication,
@@ -57,7 +61,7 @@ def exchange(
         Dimension.CP,
         group,
         after=after,
-        dtype=context.dtype,
+        dtype=context.dtype if dtype is None else dtype,
         kind=OpKind.P2P if communication is Communication.SEND_RECEIVE else OpKind.COLLECTIVE,
     )
 

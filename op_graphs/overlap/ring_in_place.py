@@ -12,7 +12,7 @@ class RingInPlace(RingPlacement):
 
     name = "in-place"
     beside = "nothing: attention waits for every step of the ring"
-    follows = "a ring on the compute stream"
+    follows = "a ring on the compute stream; PyTorch's context_parallel inside torch.compile"
 
     def behind(self, builder: ProgramBuilder, arriving: int) -> list[int]:
         """The kernel before it."""
