@@ -371,7 +371,8 @@ SETTINGS: dict[str, SourceSettings] = {
         eager=True,
         notes=("sequence parallelism comes with torchtitan's tensor parallelism",),
     ),
-    # Megatron-MoE-ModelZoo: Megatron-Core with Transformer Engine, distributed optimizer; tables say the rest.
+    # Megatron-MoE-ModelZoo: Megatron-Core with Transformer Engine, distributed optimizer; tables say the rest. TFLOP/s
+    # halve attention: those of the rows of Qwen3 235B that give the time too are theirs to 1 %.
     "moe-modelzoo": SourceSettings(
         zero=1,
         attention="flash",
@@ -379,7 +380,7 @@ SETTINGS: dict[str, SourceSettings] = {
         cross_entropy_fusion=True,
         uneven_stages=True,
         recompute="none",
-        tflops=TflopsConvention("megatron", causal=False, counts_recompute=False),
+        tflops=TflopsConvention("megatron", causal=True, counts_recompute=False),
     ),
     # Their rows have argument lists, which ``megatron_rows`` reads.
     "megatron-golden": SourceSettings(refused="a functional test without its argument list"),
