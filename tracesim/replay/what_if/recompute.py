@@ -19,8 +19,15 @@ from op_graphs.vocabulary import FlowKind, OpKind, Phase, TrackRole
 from tracesim.analysis.intervals import covered, union
 from tracesim.errors import ScenarioError
 from tracesim.replay.graph import EdgeKind, Rebuilt, RowRole
+from tracesim.replay.what_if.checkpoints import RESTORED, host_work, restoring, without_host_work
 from tracesim.replay.what_if.communication import without_waiting
-from tracesim.replay.what_if.insertion import Insertion, inserted, launch_moments, launching_calls
+from tracesim.replay.what_if.insertion import (
+    Insertion,
+    inserted,
+    launch_moments,
+    launching_calls,
+    measured_launches,
+)
 from tracesim.replay.what_if.memory import (
     NO_CURVE,
     Allocated,
@@ -51,17 +58,29 @@ def recompute_on(rebuilt: Rebuilt, value: str) -> Rebuilt:
     """``mlp``: the forward of what matches runs again in front of its backward."""
     what = f"recompute.on={value}"
     instances = _forwards(rebuilt, value, what)
-    changed = inserted(rebuilt, [Insertion(i.rows, i.before) for i in instances], Phase.RECOMPUTE)
+    insertions, copies = [], 0
+    for one in instances:
+        restored = restoring(rebuilt, one.rows, one.before)
+        insertions += [Insertion(one.rows, one.before), *restored]
+        copies += len(restored)
+    work = host_work(rebuilt, [(one.rows, one.before) for one in instances])
+    changed = inserted(rebuilt, insertions, Phase.RECOMPUTE, work)
     count = sum(len(i.rows) for i in instances)
-    return with_note(
-        changed, f"{what}: {count} slices in {len(instances)} passes run again in front of their backwards"
-    )
+    says = f"{what}: {count} slices in {len(instances)} passes run again in front of their backwards"
+    if work:
+        says += f"; their checkpoints take the host {work[0].duration / 1e3:.0f} us in either direction"
+    else:
+        says += "; what the host does for checkpoints is not in, for the trace shows no launches of them"
+    if copies:
+        says += f"; the outputs of {copies} are copied to where they are read"
+    return with_note(changed, says)
 
 
 def recompute_off(rebuilt: Rebuilt, value: str) -> Rebuilt:
     """``mlp``: what matches is no longer run again in the backward pass."""
     what = f"recompute.off={value}"
     rows = _recomputed(rebuilt, value, what)
+    rebuilt = _without_checkpoints(rebuilt, rows, value)
     alone = without_waiting(rebuilt, rows & rebuilt.graph.is_communication())
     call = launching_calls(rebuilt)
     calls = np.unique(call[rows & (call >= 0)])
@@ -82,15 +101,30 @@ def recompute_off(rebuilt: Rebuilt, value: str) -> Rebuilt:
     return with_note(changed, f"{what}: {int(rows.sum())} recomputed slices are gone, with their launches")
 
 
+def _without_checkpoints(rebuilt: Rebuilt, rows: Bool, pattern: str) -> Rebuilt:
+    """Without what the host does for the checkpoints of recomputed rows."""
+    passes, call = list(_passes(rebuilt, rows)), launching_calls(rebuilt)
+    last = np.array([int(call[own].max()) for own in passes], dtype=np.int64)
+    forward = np.array(_last_of_forwards(rebuilt, passes, pattern), dtype=np.int64)
+    calls = np.where(forward >= 0, call[forward], -1)
+    return without_host_work(rebuilt, last[last >= 0], calls[calls >= 0])
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def on_memory(rebuilt: Rebuilt, value: str) -> MemoryEffect:
-    """What the forward of the module allocated, but for its output, is free until its backward."""
+    """What the forward of the module allocated is free until its backward; its output only where that is copied."""
     instances = _forwards(rebuilt, value, f"recompute.on={value}")
     moment = launch_moments(rebuilt)
     spans = [
-        _Span(i.rows, int(moment[i.rows[-1]]) + 1, int(moment[i.before]), -1.0, output=False)
+        _Span(
+            i.rows,
+            int(moment[i.rows[-1]]) + 1,
+            int(moment[i.before]),
+            -1.0,
+            output=bool(restoring(rebuilt, i.rows, i.before)),
+        )
         for i in instances
     ]
     return _effect(rebuilt, spans, "fewer activations")
@@ -100,16 +134,16 @@ def off_memory(rebuilt: Rebuilt, value: str) -> MemoryEffect:
     """What recomputing allocated is kept from the forward on."""
     rows = _recomputed(rebuilt, value, f"recompute.off={value}")
     passes = list(_passes(rebuilt, rows))
-    forward_end = _ends_of_forwards(rebuilt, passes)
-    if min(forward_end) < 0:
+    forwards = _last_of_forwards(rebuilt, passes, value)
+    if min(forwards) < 0:
         return unknown(
-            f"more activations are kept; of {sum(end < 0 for end in forward_end)} of {len(passes)} recomputed passes "
+            f"more activations are kept; of {sum(row < 0 for row in forwards)} of {len(passes)} recomputed passes "
             "the forward is not found, by name, layer and microbatch"
         )
     moment = launch_moments(rebuilt)
     spans = [
-        _Span(rows, end, int(moment[rows[0]]), 1.0, output=True)
-        for rows, end in zip(passes, forward_end, strict=True)
+        _Span(rows, int(moment[last]) + 1, int(moment[rows[0]]), 1.0, output=True)
+        for rows, last in zip(passes, forwards, strict=True)
     ]
     return _effect(rebuilt, spans, "more activations")
 
@@ -153,15 +187,18 @@ def _effect(rebuilt: Rebuilt, spans: list[_Span], says: str) -> MemoryEffect:
     )
 
 
-def _ends_of_forwards(rebuilt: Rebuilt, passes: list[Int64]) -> list[int]:
-    """When the forward of each recomputed pass had been launched; -1 where none is found.
+def _last_of_forwards(rebuilt: Rebuilt, passes: list[Int64], pattern: str) -> list[int]:
+    """The last device row of the forward of each recomputed pass; -1 where none is found.
 
     It is the last forward slice before, of the name of the last slice of the pass and of its layer and microbatch, that
     no other pass has taken: backwards come in the reverse order of forwards.
     """
     rows, operations = rebuilt.rows, rebuilt.graph.operations
     moment = launch_moments(rebuilt)
-    forward = np.flatnonzero(rebuilt.on_device() & (operations.phase == Phase.FORWARD))
+    chosen = rebuilt.on_device() & (operations.phase == Phase.FORWARD)
+    named = chosen & _matching(rebuilt, pattern)
+    # Frames of a checkpoint may be around what runs again only.
+    forward = np.flatnonzero(named if named.any() else chosen)
     forward = forward[np.argsort(moment[forward], kind="stable")]
     columns = (rows.rank, rows.step, operations.layer, operations.microbatch, operations.name)
     left: dict[tuple[int, ...], list[int]] = {}
@@ -169,11 +206,13 @@ def _ends_of_forwards(rebuilt: Rebuilt, passes: list[Int64]) -> list[int]:
         left.setdefault(tuple(int(column[row]) for column in columns), []).append(row)
     found = []
     for own in passes:
-        last = int(own[-1])
+        # The copy of what was made again has no forward.
+        made = own[operations.kind[own] != OpKind.MEMCPY]
+        last = int((made if len(made) else own)[-1])
         candidates = left.get(tuple(int(column[last]) for column in columns), [])
         while candidates and moment[candidates[-1]] > moment[own[0]]:
             candidates.pop()
-        found.append(int(moment[candidates.pop()]) + 1 if candidates else -1)
+        found.append(candidates.pop() if candidates else -1)
     return found
 
 
@@ -184,7 +223,8 @@ def _matching(rebuilt: Rebuilt, pattern: str) -> Bool:
     """Device rows that belong to a module, by any of its names."""
     compiled = regular_expression(pattern, f"recompute={pattern}")
     graph, operations = rebuilt.graph, rebuilt.graph.operations
-    strings = np.array([*(bool(compiled.search(text)) for text in graph.strings), False], dtype=np.bool_)
+    texts = (text.removesuffix(RESTORED) for text in graph.strings)
+    strings = np.array([*(bool(compiled.search(text)) for text in texts), False], dtype=np.bool_)
     layers = np.unique(operations.layer[operations.layer >= 0]).tolist()
     layered = [layer for layer in layers if compiled.search(f"layer {layer}")]
     found = strings[operations.name] | strings[operations.module] | np.isin(operations.layer, layered)
@@ -199,7 +239,7 @@ def _launched_inside(rebuilt: Rebuilt, wanted: Bool) -> Bool:
     slices, tracks = timeline.slices, timeline.tracks
     role = timeline.slice_roles()
     around = np.flatnonzero(wanted[slices.name] & ((role == TrackRole.HOST) | (role == TrackRole.ANNOTATION)))
-    call = launching_calls(rebuilt)
+    call, measured = launching_calls(rebuilt), measured_launches(rebuilt)
     launched = np.flatnonzero(call >= 0)
     inside = np.zeros(len(rows), dtype=np.bool_)
     thread = np.stack([tracks.rank, tracks.stream]).astype(np.int64)
@@ -208,7 +248,7 @@ def _launched_inside(rebuilt: Rebuilt, wanted: Bool) -> Bool:
     for rank, stream in np.unique(own, axis=1).T.tolist():
         here = around[(own[0] == rank) & (own[1] == stream)]
         mine = launched[(calling[0] == rank) & (calling[1] == stream)]
-        moment = rows.start[call[mine]]
+        moment = measured[mine]
         span = union(slices.start[here], slices.start[here] + slices.duration[here])
         inside[mine] = covered(span, moment, moment + 1) > 0
     return inside
@@ -273,6 +313,7 @@ class _Backward:
         self.rebuilt = rebuilt
         operations, device = rebuilt.graph.operations, rebuilt.on_device()
         self.moment, self.call = launch_moments(rebuilt), launching_calls(rebuilt)
+        self.measured = measured_launches(rebuilt)
         self.backward = np.flatnonzero(device & np.isin(operations.phase, _BACKWARD))
         self.backward = self.backward[np.argsort(self.moment[self.backward], kind="stable")]
         matching = _matching(rebuilt, pattern)
@@ -302,16 +343,16 @@ class _Backward:
         calls = self.call[rows]
         if (calls < 0).any():
             return -1
-        low, high = int(table.start[calls].min()), int(table.end[calls].max())
+        low, high = int(self.measured[rows].min()), int(self.measured[rows].max())
         thread = table.track[calls[0]]
         # An operator begins before its launches: the arrow of the first one starts behind the launch before it.
-        earlier = self.call[self.call >= 0]
-        earlier = earlier[(table.track[earlier] == thread) & (table.start[earlier] < low)]
-        low = int(table.end[earlier].max()) if len(earlier) else int(table.start.min())
+        earlier = np.flatnonzero((self.call >= 0) & (self.measured < low))
+        earlier = earlier[table.track[self.call[earlier]] == thread]
+        low = int(self.measured[earlier].max()) + 1 if len(earlier) else int(table.start.min())
         inside = (self.forward_track == thread) & (self.forward_start >= low) & (self.forward_start <= high)
         if not inside.any():
             return -1
         begin = int(self.backward_start[inside].min())
         later = self.backward[(table.rank[self.backward] == table.rank[rows[0]])]
-        later = later[self.moment[later] >= begin]
+        later = later[self.measured[later] >= begin]
         return int(later[0]) if len(later) else -1
