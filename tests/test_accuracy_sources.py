@@ -335,6 +335,29 @@ INTERNEVO = {
 }
 
 
+def test_packed_samples_of_internevo_count_as_whole_sequences(tmp_path):
+    packed = {**INTERNEVO, "notes": "packed samples"}
+    assert expressed(packed, tmp_path).scenario.training.sequence_lengths is None
+    with pytest.raises(RowSkippedError, match="packed sequences are not stated"):
+        expressed({**packed, "source": "megatron-pr482"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("technique", "dtype", "eager"),
+    [
+        ("compile+float8", "fp8-tensorwise", False),
+        ("compile + float8 rowwise", "fp8-rowwise", False),
+        ("FSDP", "bf16", True),
+    ],
+)
+def test_the_technique_of_torchtitan_says_what_is_compiled_and_in_8_bits(technique, dtype, eager, tmp_path):
+    row = {key: value for key, value in TITAN.items() if key != "precision"}
+    changes = {"source": "torchtitan-bench", "technique": technique, "recompute": "selective AC"}
+    scenario = expressed({**row, **changes}, tmp_path).scenario
+    assert (scenario.training.dtype, scenario.libraries.eager) == (dtype, eager)
+    assert scenario.training.recompute.keep == "every-second-product"
+
+
 @pytest.mark.parametrize(
     ("recompute", "mode", "modules"), [("none", "selective", ("layernorm",)), ("full", "full", ())]
 )

@@ -61,6 +61,8 @@ class SourceSettings:
     composed_in: tuple[str, ...] = ()
     """Tables, by their beginning, whose times are sums of parts: no host waits between stages, and the optimizer step
     is the update alone."""
+    packed_as_whole: bool = False
+    """Whether packed samples of unstated lengths count as whole sequences."""
     transformer_engine: bool = True
     eager: bool | tuple[str, ...] = False
     """Whether pointwise operations are neither fused nor, where a row does not say so, compiled; or which of them."""
@@ -205,7 +207,8 @@ SETTINGS: dict[str, SourceSettings] = {
     # (internlm/model/linear.py); the optimizer is torch.optim.AdamW on fp32 copies of the tensors that a rank owns
     # whole, gradients are reduced to all ranks, and owners broadcast what they updated
     # (internlm/solver/optimizer/hybrid_zero_optim.py). Over four NICs a node the gradients' reduction lasts as long as
-    # the backward pass it runs beside, from which it takes SMs.
+    # the backward pass it runs beside, from which it takes SMs. Packed samples of unstated lengths count as whole
+    # sequences: of the two tables' rows with the same settings, the packed one was 0.6 % faster.
     "internevo": SourceSettings(
         dtype="bf16",
         grad_reduce_dtype="bf16",
@@ -215,6 +218,7 @@ SETTINGS: dict[str, SourceSettings] = {
         gradient_accumulation_fusion=False,
         eager=("mlp", "optimizer"),
         fp32_norm_inputs=True,
+        packed_as_whole=True,
         norms_run_again=True,
         whole_tensors=True,
         fabric_by_gpu={"a100": 6.25},
