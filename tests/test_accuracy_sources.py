@@ -343,18 +343,23 @@ def test_packed_samples_of_internevo_count_as_whole_sequences(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("technique", "dtype", "eager"),
+    ("technique", "recipe", "eager"),
     [
         ("compile+float8", "fp8-tensorwise", False),
         ("compile + float8 rowwise", "fp8-rowwise", False),
-        ("FSDP", "bf16", True),
+        ("FSDP", None, True),
     ],
 )
-def test_the_technique_of_torchtitan_says_what_is_compiled_and_in_8_bits(technique, dtype, eager, tmp_path):
+def test_the_technique_of_torchtitan_says_what_is_compiled_and_in_8_bits(technique, recipe, eager, tmp_path):
     row = {key: value for key, value in TITAN.items() if key != "precision"}
-    changes = {"source": "torchtitan-bench", "technique": technique, "recompute": "selective AC"}
+    changes = {
+        "source": "torchtitan-bench",
+        "technique": technique,
+        "recompute": "selective AC",
+        "gpu": "H100-80GB",
+    }
     scenario = expressed({**row, **changes}, tmp_path).scenario
-    assert (scenario.training.dtype, scenario.libraries.eager) == (dtype, eager)
+    assert (scenario.training.recipe, scenario.libraries.eager) == (recipe, eager)
     assert scenario.training.recompute.keep == "every-second-product"
 
 
