@@ -75,8 +75,7 @@ NOTES: dict[str, SourceNote] = {
         "Llama 3 8B to 405B with FSDP2, 8 to 512 H100 of 96 GB and 500 W, and H200",
         "no",
         "attention with context parallelism over four ranks and more takes half as long again as its work, which the "
-        "code of its ring does not explain; casts of the fp8 recipe with scales of rows, and steps on 512 GPUs of "
-        "500 W, are too fast",
+        "code of its ring does not explain; steps on 512 GPUs of 500 W are too fast",
     ),
     "torchtitan-perf-2024": SourceNote("Llama 2 and 3 with FSDP2 on 64 A100"),
     "megatron-bridge": SourceNote(

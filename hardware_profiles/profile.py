@@ -113,6 +113,8 @@ class MemoryFigures:
     """Duration of the smallest kernel."""
     kernel_gap_us: float
     """Idle time between two kernels that are queued back to back."""
+    column_cast_efficiency: float = 0.0
+    """Share of the bandwidth that compiled casts with a scale for each column reach; 0 means as strided."""
     context_gib: float = 0.0
     """What a process takes before its first tensor (CUDA or HIP context, loaded kernels)."""
 

@@ -61,7 +61,8 @@ class MemoryShape:
     """A kernel bound by memory traffic. ``access`` is the pattern that decides the bandwidth it achieves.
 
     ``stream``: contiguous elementwise and optimizer kernels; ``reduction``: norms, softmax, sums; ``strided``:
-    permutes, transposes, gathers and casts between layouts. ``passes`` counts kernels launched back to back.
+    permutes, transposes, gathers and casts between layouts; ``columns``: casts with a scale for each column, as PyTorch
+    compiles them. ``passes`` counts kernels launched back to back.
     """
 
     access: str = "stream"

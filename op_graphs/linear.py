@@ -24,6 +24,10 @@ class Linear:
     """Experts of a grouped linear."""
     quantized: bool = True
     """Whether a low-precision recipe quantises it; embedding, head and router stay in bf16."""
+    row_parallel: bool = False
+    """Whether tensor parallelism cuts its inputs, and its outputs are partial sums; else it cuts its outputs."""
+    reads_attention: bool = False
+    """Whether attention makes its input; else a norm, an activation or a collective."""
     parts: tuple[tuple[str, int], ...] = ()
     """Names and outputs of the products that it is made of, where they are not fused into one; together ``outputs``."""
 

@@ -18,6 +18,7 @@ from .linear import (
     weight_gradient_shape,
 )
 from .lower_quantization import prepare_weight, quantize_input
+from .lower_row_scales import rescale
 from .lowering_context import LoweringContext
 from .overlap.policy import GemmEmitter
 from .program import DeferredGemm, ProgramBuilder, Tensor
@@ -97,7 +98,18 @@ def input_gradient_gemm(
         )
     if weight is not None:
         builder.release(weight, row)
-    return row if len(parts) == 1 else _sum_of_gradients(builder, context, linear, row)
+    if len(parts) > 1:
+        return _sum_of_gradients(builder, context, linear, row)
+    if linear.reads_attention and _rescales(context, linear):
+        elements = float(linear.tokens * linear.inputs)
+        row = rescale(builder, f"{linear.name}_dgrad", elements, context.dtype)
+    return row
+
+
+def _rescales(context: LoweringContext, linear: Linear) -> bool:
+    """Whether products of backward run without the scales of their operands."""
+    recipe = context.recipe
+    return is_quantized_linear(context, linear) and recipe is not None and recipe.quantizes_each_use
 
 
 def _sum_of_gradients(builder: ProgramBuilder, context: LoweringContext, linear: Linear, row: int) -> int:
@@ -144,6 +156,7 @@ def weight_gradient(
             (*consumed, *borrowed) if last else (),
             scale_bytes(context, part, "NT"),
             accumulated_type(context),
+            rescaled=context.dtype if _rescales(context, linear) else None,
         )
         if builder.deferred is not None:
             builder.defer(gemm)
@@ -161,6 +174,9 @@ def run_weight_gradient(builder: ProgramBuilder, gemm: DeferredGemm, consumed: S
     row = builder.gemm(gemm.name, gemm.shape, scale_bytes=scales, phase=phase, kind=gemm.kind)
     for tensor in consumed:
         builder.release(tensor, row)
+    if gemm.rescaled is not None:
+        elements = float(gemm.shape.m) * gemm.shape.n * gemm.shape.count
+        row = rescale(builder, gemm.name, elements, gemm.rescaled, phase)
     if gemm.accumulates_in is not None:
         elements = float(gemm.shape.m) * gemm.shape.n * gemm.shape.count
         written, main = gemm.shape.output.itemsize * elements, gemm.accumulates_in.itemsize * elements

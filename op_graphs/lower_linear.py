@@ -49,13 +49,13 @@ from .lower_frozen import (
     frozen_row_forward,
 )
 from .lower_quantization import (
-    cast,
     gather_gradient,
     quantize_gradient,
     quantize_input,
     transpose,
     weight_gradient_input,
 )
+from .lower_row_scales import cast_input_columns
 from .lowering_context import LoweringContext
 from .overlap import tensor_collectives
 from .overlap.policy import GemmEmitter, ReducedGemm, TensorPlacement
@@ -109,7 +109,17 @@ def layer_linear(context: LoweringContext, layer: int, name: str) -> Linear:
         queries = context.local_qkv_size - 2 * context.local_kv_size
         parts = ("queries", queries), ("keys", context.local_kv_size), ("values", context.local_kv_size)
     module = context.module(layer, f"self_attention.{path}")
-    return Linear(name, module, inputs, outputs, context.tokens, parts=parts)
+    behind = name == "proj"
+    return Linear(
+        name,
+        module,
+        inputs,
+        outputs,
+        context.tokens,
+        row_parallel=behind,
+        reads_attention=behind,
+        parts=parts,
+    )
 
 
 def column_parallel_forward(
@@ -390,7 +400,7 @@ def _gathered_column_backward(
             builder.wait_for(gather)
     d_input, reduction = _reduced_input_gradient(builder, context, linear, gather, gradient.rowwise)
     elements = float(linear.tokens * linear.inputs)
-    row = cast(builder, context, f"{linear.name}_input", elements, copies=1, columns=True)
+    row = cast_input_columns(builder, context, linear, elements)
     builder.release(gathered, row)
     assert context.recipe is not None
     operand = builder.temporary("quantized_input", context.recipe.activation_size(elements), row)

@@ -69,7 +69,12 @@ class Mlp:
                 parts=(("gate", local), ("up", local)) if first > local and separate else (),
             ),
             Linear(
-                f"{prefix}fc2", context.module(layer, f"{path}.linear_fc2"), local, hidden, context.tokens
+                f"{prefix}fc2",
+                context.module(layer, f"{path}.linear_fc2"),
+                local,
+                hidden,
+                context.tokens,
+                row_parallel=True,
             ),
             f"{prefix}{context.model.activation}",
         )

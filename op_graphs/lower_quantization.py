@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .linear import Linear
+from .lower_row_scales import cast_gradient, cast_input, cast_input_columns, cast_weight
 from .lowering_context import LoweringContext
 from .precision import PrecisionRecipe
 from .program import ProgramBuilder, Tensor
@@ -45,16 +46,14 @@ def cast(
     copies: int,
     kernels: int = 1,
     sharded: bool = False,
-    columns: bool = False,
 ) -> int:
     """Quantise ``elements`` of a bf16 tensor into ``copies`` copies; returns the row that writes them.
 
-    One copy is along rows, or with ``columns`` along those. ``sharded`` says that other tensor-parallel ranks hold the
+    One copy is along rows. ``sharded`` says that other tensor-parallel ranks hold the
     rest of the tensor, so that one scale for all of it needs a reduction of the magnitudes.
     """
     recipe, source = _recipe(context), context.item * elements
-    columns = columns or copies > 1
-    if recipe.amax_kernel or (columns and recipe.amax_of_columns):
+    if recipe.amax_kernel:
         builder.memory_bound(
             f"{name}_amax",
             OpKind.REDUCTION,
@@ -78,7 +77,7 @@ def cast(
         OpKind.CAST,
         read=source,
         written=recipe.activation_size(elements, copies),
-        access="strided" if copies > 1 or (columns and not recipe.transposes) else "stream",
+        access="strided" if copies > 1 else "stream",
         passes=kernels,
         dtype=recipe.element,
     )
@@ -163,6 +162,9 @@ def quantize_input(
         The copy the forward GEMM reads, which the caller releases; None if the kept copy is that one.
     """
     recipe = _recipe(context)
+    if recipe.quantizes_each_use:
+        row = cast_input(builder, context, linear, elements)
+        return builder.temporary("quantized_input", recipe.activation_size(elements), row)
     once = source is None or recipe.stored_once or (sharded and recipe.transposes)
     copies = 1 if once else recipe.copies
     name = f"{linear.name}_input"
@@ -199,10 +201,11 @@ def weight_gradient_input(
         return builder.temporary(f"{linear.name}_quantized_input", size, row)
     if kept is not None:
         return kept
-    kernels, along_columns = _kernels(recipe, linear), recipe.amax_of_columns
-    row = cast(
-        builder, context, name, elements, copies=1, kernels=kernels, sharded=sharded, columns=along_columns
-    )
+    if recipe.quantizes_each_use:
+        row = cast_input_columns(builder, context, linear, elements)
+    else:
+        kernels = _kernels(recipe, linear)
+        row = cast(builder, context, name, elements, copies=1, kernels=kernels, sharded=sharded)
     return builder.temporary(f"{linear.name}_quantized_input", recipe.activation_size(elements), row)
 
 
@@ -211,8 +214,11 @@ def quantize_gradient(
 ) -> GradientOperands:
     """Quantise the output gradient of a linear along both axes."""
     recipe = _recipe(context)
-    name = f"{linear.name}_gradient"
-    row = cast(builder, context, name, elements, copies=recipe.copies, kernels=_kernels(recipe, linear))
+    if recipe.quantizes_each_use:
+        row = cast_gradient(builder, context, linear, elements)
+    else:
+        name, kernels = f"{linear.name}_gradient", _kernels(recipe, linear)
+        row = cast(builder, context, name, elements, copies=recipe.copies, kernels=kernels)
     return _operands(builder, recipe, elements, row)
 
 
@@ -272,7 +278,10 @@ def prepare_weight(
     elif not fresh or not context.training.fp8_param_gather:
         once = fresh or recipe.stored_once
         copies = 1 if once else recipe.copies
-        _cast_weight(builder, context, recipe, linear, copies=copies, columns=once and backward)
+        if recipe.quantizes_each_use:
+            cast_weight(builder, context, linear, backward=backward)
+        else:
+            _cast_weight(builder, context, recipe, linear, copies=copies)
     if len(builder) == first:
         return None
     if not backward:
@@ -287,11 +296,10 @@ def _cast_weight(
     linear: Linear,
     *,
     copies: int,
-    columns: bool,
 ) -> None:
     name, elements = f"{linear.name}_weight", float(linear.weight_elements)
     source = context.item * elements
-    if recipe.amax_kernel or (columns and recipe.amax_of_columns):
+    if recipe.amax_kernel:
         builder.memory_bound(
             f"{name}_amax",
             OpKind.REDUCTION,

@@ -58,9 +58,8 @@ class PrecisionRecipe:
     ``get_align_size_for_quantization``)."""
     quantizes_each_use: bool = False
     """Whether no quantised copy outlives its product: inputs stay in bf16, and they, gradients and weights are cast in
-    front of each product that reads them (torchao ``Float8Linear``); else inputs and weights of Transformer Engine."""
-    amax_of_columns: bool = False
-    """Whether scales along columns need a kernel of their own for the magnitudes, where those along rows need none."""
+    front of each product that reads them, with a scale for each row (torchao ``Float8Linear``;
+    ``op_graphs.lower_row_scales``); else inputs and weights of Transformer Engine."""
     gathers_quantized: bool = True
     """Whether sharded inputs and gradients are quantised before they are gathered; else behind it, whole."""
     stored_once: bool = False
@@ -187,7 +186,6 @@ def _rowwise(capability: int) -> PrecisionRecipe:
         gathered_weight_bytes=2.0,
         fused_grouped_cast=False,
         quantizes_each_use=True,
-        amax_of_columns=True,
         gathers_quantized=False,
     )
 

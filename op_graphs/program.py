@@ -100,6 +100,8 @@ class DeferredGemm:
     """Type of the main gradient to which its result is added afterwards; None if it writes where it belongs."""
     kind: OpKind | None = None
     """As in :meth:`ProgramBuilder.gemm`."""
+    rescaled: DType | None = None
+    """Type of its result where a kernel multiplies that by the scales of its operands; None if it does so itself."""
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,7 @@ MEMORY_CASES = {
     "stream": (MemoryShape("stream"), 2000 + 10_000),
     "reduction reaches half": (MemoryShape("reduction"), 2000 + 20_000),
     "strided reaches a quarter": (MemoryShape("strided"), 2000 + 40_000),
+    "columns are strided where nothing else is known": (MemoryShape("columns"), 2000 + 40_000),
     "a floor for each pass": (MemoryShape("stream", passes=3), 6000 + 10_000),
 }
 
@@ -285,7 +286,7 @@ def test_memory_bound_is_floor_plus_bytes(case: str) -> None:
     assert ComputeCost(ROUND).duration_ns(shape, bytes_read=6e6, bytes_written=4e6) == expected_ns
 
 
-@given(st.floats(0, 1e12), st.floats(0, 1e12), st.sampled_from(["stream", "reduction", "strided"]))
+@given(st.floats(0, 1e12), st.floats(0, 1e12), st.sampled_from(["stream", "reduction", "strided", "columns"]))
 def test_memory_bound_grows_with_bytes(one: float, other: float, access: str) -> None:
     cost = ComputeCost(ROUND)
     fewer, more = (cost.duration_ns(MemoryShape(access), bytes_read=size) for size in sorted((one, other)))

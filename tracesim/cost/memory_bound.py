@@ -1,7 +1,8 @@
 """Duration of kernels bound by memory traffic: a floor for each kernel, and the bytes over an achieved bandwidth.
 
-Three access patterns stand for all kernels: streaming (elementwise, optimizer), reductions (norms, softmax, sums) and
-strided (permutes, transposes, gathers, casts between layouts).
+Three access patterns stand for nearly all kernels: streaming (elementwise, optimizer), reductions (norms, softmax,
+sums) and strided (permutes, transposes, gathers, casts between layouts). A fourth is that of compiled casts with a
+scale for each column, which write the transpose.
 
 Left out: hits in the L2 cache, which make a kernel faster whose input the one before just wrote, and kernels with too
 few blocks to fill the SMs. The floor and the bandwidth are those of the roofline model (Williams et al., 2009).
@@ -32,7 +33,7 @@ def memory_bound_ns(shape: MemoryShape, figures: MemoryFigures, traffic_bytes: f
         Nanoseconds.
 
     Raises:
-        ValueError: if the access pattern is not one of ``stream``, ``reduction``, ``strided``.
+        ValueError: if the access pattern is not one of ``stream``, ``reduction``, ``strided``, ``columns``.
     """
     rate = achieved_bandwidth(figures, shape.access)
     return shape.passes * figures.kernel_floor_us * 1e3 + traffic_bytes / rate
@@ -42,12 +43,13 @@ def achieved_bandwidth(figures: MemoryFigures, access: str) -> float:
     """Bandwidth in B/ns that kernels of an access pattern reach.
 
     Raises:
-        ValueError: if the access pattern is not one of ``stream``, ``reduction``, ``strided``.
+        ValueError: if the access pattern is not one of ``stream``, ``reduction``, ``strided``, ``columns``.
     """
     efficiencies = {
         "stream": figures.stream_efficiency,
         "reduction": figures.reduction_efficiency,
         "strided": figures.strided_efficiency,
+        "columns": figures.column_cast_efficiency or figures.strided_efficiency,
     }
     if access not in efficiencies:
         raise ValueError(
