@@ -81,7 +81,7 @@ class DataParallelism:
     @property
     def reduces_every_microbatch(self) -> bool:
         """Whether gradients leave the rank after every microbatch; pipelines accumulate them."""
-        return self.zero == 2 or (self.zero == 3 and self.context.parallel.pp == 1)
+        return self.zero >= 2 and not self.context.parallel.keeps_gradients_whole
 
     @property
     def whole_tensors(self) -> bool:
@@ -293,7 +293,7 @@ class DataParallelism:
         whole = context.item * bucket.trained_elements
         # Autograd puts the gradient of a flat parameter together from those of its views.
         views = whole if self.zero == 3 and context.parallel.flat_parameters else 0.0
-        read = size if self.accumulates_main_gradients else whole
+        read = whole if self.reduces_every_microbatch else size
         if context.libraries.nan_checks:
             # A norm of the bucket before it is reduced (Megatron-Core ``param_and_grad_buffer.py``, ``check_grads``).
             builder.memory_bound(

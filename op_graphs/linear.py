@@ -93,10 +93,19 @@ def weight_gradient_shape(context: LoweringContext, linear: Linear) -> GemmShape
 
 
 def accumulated_type(context: LoweringContext) -> DType | None:
-    """Type of the main gradients to which the written-out gradients of linears are added; None if there is no need."""
-    training = context.training
-    added_later = context.parallel.zero <= 1 and not training.gradient_accumulation_fusion
-    return context.gradient_dtype if added_later else None
+    """Type of the sums to which the written-out gradients of linears are added; None if there is no need."""
+    fused = context.parallel.zero <= 1 and context.training.gradient_accumulation_fusion
+    return None if fused else sum_type(context)
+
+
+def sum_type(context: LoweringContext) -> DType | None:
+    """Type of the sums of gradients over microbatches; None where each microbatch reduces its own.
+
+    Sharded units of a pipeline wait for its last microbatch: FSDP2 adds each gradient to a sum in the type of the
+    reduction (``accumulate_unsharded_grad_if_needed``).
+    """
+    parallel = context.parallel
+    return context.gradient_dtype if parallel.zero <= 1 or parallel.keeps_gradients_whole else None
 
 
 def scale_bytes(context: LoweringContext, linear: Linear, layout: str) -> float:

@@ -168,7 +168,7 @@ def run_weight_gradient(builder: ProgramBuilder, gemm: DeferredGemm, consumed: S
     """The GEMM of a weight gradient, which releases ``consumed``, and adding its result to the main gradient.
 
     Without ``gradient_accumulation_fusion`` the gradient is a tensor of its own in the training dtype, which the hook
-    of Megatron-Core's DistributedDataParallel adds to the main gradient and drops.
+    of Megatron-Core's DistributedDataParallel adds to the main gradient and drops; as FSDP2 does in a pipeline.
     """
     scales, phase = gemm.scale_bytes, Phase.BACKWARD_WEIGHT
     row = builder.gemm(gemm.name, gemm.shape, scale_bytes=scales, phase=phase, kind=gemm.kind)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .graph import GemmShape
+from .linear import sum_type
 from .lower_checkpoint import dropped, host_enters, host_runs_again, restored
 from .lower_core_attention import AttentionSizes
 from .lower_latent_attention import (
@@ -111,7 +112,7 @@ def _weight_product(
         builder.layer,
         builder.module,
         (*consumed, *borrowed),
-        accumulates_in=context.gradient_dtype if context.parallel.zero <= 1 else None,
+        accumulates_in=sum_type(context),
         kind=OpKind.GEMM,
     )
     if builder.deferred is not None:

@@ -343,6 +343,11 @@ class ParallelPlan:
         """Whether every microbatch gathers weights unit by unit; else they stay gathered over the step."""
         return self.reshards or (self.zero == 3 and self.pp == 1)
 
+    @property
+    def keeps_gradients_whole(self) -> bool:
+        """Whether gradients of sharded units add up on a rank over its microbatches, to be reduced with the last."""
+        return self.zero == 3 and self.pp > 1
+
     def replicas(self, dimension: Dimension) -> int:
         """Ranks over which parameters are replicated: along ``DP`` dense ones, along ``EDP`` experts."""
         return self.expert_data_parallel_size if dimension is Dimension.EDP else self.data_parallel_size

@@ -47,6 +47,8 @@ class SourceSettings:
     """How attention runs over context-parallel ranks; PyTorch's own ring overlaps nothing where it is compiled."""
     overlap_by_schedule: Mapping[str, Mapping[str, bool | str]] = field(default_factory=dict)
     """What differs from that, by the beginning of a schedule's name in the rows."""
+    overlap_in_pipelines: Mapping[str, bool | str] = field(default_factory=dict)
+    """What differs from that in rows with a pipeline."""
     post_validation: tuple[str, ...] = ()
     """Schedules whose optimizer waits for no other stage, by the beginning of their names in the rows."""
     batch_fetch_waits: bool = False
@@ -345,6 +347,9 @@ SETTINGS: dict[str, SourceSettings] = {
         uneven_stages=True,
         # DTensor keeps what a linear reads as it was redistributed; rows with asynchronous tensor parallelism say so.
         overlap={"tp": "gathered-once"},
+        # torch/distributed/pipelining/stage.py (backward_maybe_with_nosync): no backward reduces, and behind the last
+        # one every unit does (run_post_backward).
+        overlap_in_pipelines={"grad_reduce": "after-backward"},
         notes=(
             "sequences of 8,192 tokens where a row does not say: torchtitan's configurations for these models",
         ),

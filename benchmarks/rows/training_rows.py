@@ -445,6 +445,8 @@ def _overlap(
     for beginning, changes in settings.overlap_by_schedule.items():
         if text_at(row, "schedule").lower().startswith(beginning):
             overlap.update(changes)
+    if parallel["pp"] > 1:
+        overlap.update(settings.overlap_in_pipelines)
     if parallel["zero"] >= 2:
         # Weights and gradients of units travel beside compute in every microbatch, and take SMs and memory from it.
         overlap["contention"] = True
