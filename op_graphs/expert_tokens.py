@@ -48,7 +48,7 @@ def token_multiple(training: TrainingPlan) -> int:
 
 def brings_once(parallel: ParallelPlan) -> bool:
     """Whether tokens reach a rank once and are copied for its experts there, where a router's map is not known."""
-    return parallel.ep_dispatcher == "deepep" and parallel.ep > 1
+    return parallel.ep_dispatcher in ("deepep", "hybridep") and parallel.ep > 1
 
 
 def pads_on_arrival(parallel: ParallelPlan, training: TrainingPlan, libraries: LibraryPlan) -> bool:

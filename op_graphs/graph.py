@@ -109,6 +109,14 @@ class ExchangeShape:
     top_groups: int = 1
     most: float = 1.0
     """What the most loaded rank sends or gets, over what a rank does on average."""
+    score_bytes: float = 0.0
+    """Scores of all tokens of a rank for every expert, of which each copy carries those of the domain it goes to."""
+    map_bytes: float = 0.0
+    """What a rank says of its tokens to every other in front of the exchange."""
+
+    def copy_bytes(self, domains: int) -> float:
+        """Bytes of all tokens of a rank, once each, with the scores for the experts of one of ``domains``."""
+        return self.token_bytes + self.score_bytes / domains
 
     def chance(self, parts: int) -> float:
         """Chance that a token has any of its experts on one of ``parts`` equal parts of the ranks.

@@ -102,7 +102,7 @@ def test_ablations_change_one_setting_of_a_recipe(table, model, parallel, graphs
     ("technique", "expected"),
     [
         ("", ("alltoall", "1f1b", False)),
-        ("HybridEP, TE CUDA graphs", ("deepep", "1f1b", False)),
+        ("HybridEP, TE CUDA graphs", ("hybridep", "1f1b", False)),
         ("no EP overlap", ("alltoall", "1f1b", False)),
         ("EP overlap off, DeepEP", ("deepep", "1f1b", False)),
         ("EP overlap", ("alltoall", "1f1b-overlap", False)),
@@ -148,7 +148,7 @@ def test_recipes_of_hybrid_models_run_again_and_capture_what_the_machine_asks_fo
     gpu, precision, recompute, graphs
 ):
     recipe = bridge_recipe("nemotron3-nano-30b-a3b", gpu, precision, 1, {"tp": 1, "pp": 1}, (26, 4))
-    assert (recipe.recompute, recipe.cuda_graphs, recipe.dispatcher) == (recompute, graphs, "deepep")
+    assert (recipe.recompute, recipe.cuda_graphs, recipe.dispatcher) == (recompute, graphs, "hybridep")
     assert (recipe.router_fusion, recipe.weighted_squared_relu_fusion) == (False, True)
 
 
@@ -156,8 +156,8 @@ def test_recipes_of_hybrid_models_run_again_and_capture_what_the_machine_asks_fo
     ("release", "precision", "dispatcher", "layers"),
     [
         ((26, 4), "nvfp4", "alltoall", 0),
-        ((26, 6), "nvfp4", "deepep", 14),
-        ((26, 6), "mxfp8", "deepep", 0),
+        ((26, 6), "nvfp4", "hybridep", 14),
+        ((26, 6), "mxfp8", "hybridep", 0),
     ],
 )
 def test_nemotron_3_super_got_another_dispatcher_and_precision_in_26_06(
@@ -172,8 +172,8 @@ def test_nemotron_3_super_got_another_dispatcher_and_precision_in_26_06(
     ("gpu", "precision", "dispatcher"),
     [
         ("gb300", "bf16", "alltoall"),
-        ("gb300", "mxfp8", "deepep"),
-        ("b300", "bf16", "deepep"),
+        ("gb300", "mxfp8", "hybridep"),
+        ("b300", "bf16", "hybridep"),
         ("gb200", "bf16", "alltoall"),
     ],
 )
@@ -233,7 +233,7 @@ def test_the_scripts_beside_the_modelzoos_table_of_blackwell(gpu, overlaps, tmp_
     changes = {"gpu": gpu, "num_gpus": 64, "precision": "MXFP8", "recompute": ""}
     parallel = {"cp": 1, "ep": 64, "etp": 1, "pp": 1, "tp": 1}
     found = scenario(ZOO, tmp_path, **changes, table="Blackwell", parallel=parallel)
-    assert (found.parallel.ep_dispatcher, found.libraries.router_fusion) == ("deepep", True)
+    assert (found.parallel.ep_dispatcher, found.libraries.router_fusion) == ("hybridep", True)
     assert found.training.cuda_graphs == ("attn", "moe_router", "moe_preprocess")
     assert (found.schedule == "1f1b-overlap") == overlaps
 

@@ -130,7 +130,7 @@ def test_a_recipe_says_what_a_table_does_not(tmp_path):
     scenario = expressed(row, tmp_path).scenario
     assert (scenario.training.recompute.modules, scenario.parallel.ep_dispatcher) == (
         ("mla_up_proj",),
-        "deepep",
+        "hybridep",
     )
     assert layers_per_stage(61, scenario.parallel) == (*([4] * 15), 1)
     later = expressed(changed(row, mbs=1, table="26.08 NeMo Container / Pre-Training"), tmp_path).scenario

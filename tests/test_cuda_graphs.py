@@ -136,7 +136,7 @@ def test_captured_parts_hide_a_slow_host():
 # -- token counts --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "deepep", "allgather"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "deepep", "hybridep", "allgather"])
 def test_the_host_waits_once_a_layer_for_the_token_counts_of_dropless_routing(dispatcher):
     parallel = {**EXPERTS["parallel"], "ep_dispatcher": dispatcher}
     graph = lower_scenario(scenario_of({**EXPERTS, "parallel": parallel}))

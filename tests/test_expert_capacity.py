@@ -167,7 +167,7 @@ def test_dropping_caps_the_most_loaded_rank():
     assert found.most.copies == pytest.approx(by_rank.max() / by_rank.mean())
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "deepep"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "deepep", "hybridep"])
 def test_work_rises_with_the_capacity_up_to_that_without(dispatcher):
     plan = {"ep": 4, "dp": 4, "ep_dispatcher": dispatcher}
     factors = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0, None)

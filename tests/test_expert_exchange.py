@@ -146,6 +146,84 @@ def test_copies_are_made_and_added_up_where_the_experts_are():
     assert found["combine_unpermute"] == pytest.approx((copies, arrived))
 
 
+def hybrid(**changes: Any) -> OpGraph:
+    plan = {"ep": 4, "dp": 4, "ep_dispatcher": "hybridep"}
+    return mixture(**{"parallel": plan, "training__dtype": "bf16", **changes})
+
+
+def test_scores_for_all_experts_travel_with_tokens_and_back_with_gradients():
+    # 256 tokens of 512 bytes; each reaches 4 ranks with 2 experts each, or 2 of its choices one rank; 8 scores of fp32.
+    copies, token, scores = 256 * 4 * (1 - (1 - 1 / 4) ** 2), 256 * 2, 8 * 4
+    graph = hybrid()
+    rows = np.flatnonzero(graph.operations.communication == Communication.ALL_TO_ALL)
+    sizes = graph.operations.communication_bytes
+    assert {graph.strings[graph.operations.name[row]]: float(sizes[row]) for row in rows} == {
+        "dispatch_all_to_all": pytest.approx(copies * (token + scores)),
+        "combine_all_to_all": pytest.approx(copies * token),
+        "combine_backward_all_to_all": pytest.approx(copies * token),
+        "dispatch_backward_all_to_all": pytest.approx(copies * (token + scores)),
+    }
+
+
+def test_maps_of_all_ranks_are_gathered_and_scanned_once_a_layer():
+    # A byte for each of 256 tokens of 4 ranks and 8 experts; a place for each token and rank, the map of 2 own experts.
+    graph = hybrid()
+    gathered = 256 * 4 * 8
+    assert traffic(graph, "dispatch_map_scan")["dispatch_map_scan"] == (
+        gathered,
+        256 * 4 * 4 + 256 * 4 * 2,
+    )
+    names = [graph.strings[i] for i in graph.operations.name.tolist()]
+    assert (
+        names.count("dispatch_map_scan")
+        == names.count("dispatch_all_to_all")
+        == names.count("dispatch_places")
+    )
+    shapes = {
+        graph.strings[name]: graph.shapes[shape].map_bytes
+        for name, shape in zip(graph.operations.name, graph.operations.shape, strict=True)
+        if shape >= 0 and isinstance(graph.shapes[shape], ExchangeShape)
+    }
+    assert shapes.pop("dispatch_all_to_all") == 256 * 8
+    assert set(shapes.values()) == {0.0}
+
+
+def test_scores_and_maps_take_the_ways_of_their_domain():
+    # Two domains of eight: a copy has the scores of one of them; all maps but the own are received.
+    plain, full = exchange(16), exchange(16, score_bytes=2.0**20, map_bytes=2.0**20)
+    copies = ExchangeShape(1.0, 8, 8, 4)
+    across = copies.chance(2) * 2.0**19 + 2.0**20
+    inside = (16 * copies.chance(16) * 2.0**19 + 16 * 2.0**20) * (1 - 1 / 8)
+    assert full.fabric_bytes - plain.fabric_bytes == pytest.approx(across)
+    assert full.domain_bytes - plain.domain_bytes == pytest.approx(inside)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dispatch", "combine"),
+    # Kernel-only times of Hybrid-EP on GB200 with 32 SMs, GB/s (its Hybrid-EP_Implementation.md): 4,096 tokens of 7,168
+    # elements in bf16, 8 of 8 experts a rank, chosen uniformly, what arrives from the own rank counted.
+    [
+        (8, 764.03, 737.13),
+        (16, 706.95, 666.26),
+        (24, 665.97, 639.80),
+        (32, 642.23, 605.15),
+        (36, 632.31, 596.99),
+    ],
+)
+def test_exchanges_take_the_time_that_its_authors_measured(ranks, dispatch, combine):
+    shape = ExchangeShape(4096 * 7168 * 2.0, 8, score_bytes=4096 * ranks * 8 * 4.0)
+    received = ranks * shape.chance(ranks) * shape.token_bytes
+    cost = CollectiveCost(load_profile("gb200-nvl72"))
+    both = 0.0
+    for scored in (True, False):
+        used = shape if scored else replace(shape, score_bytes=0.0)
+        both += cost.duration_ns(
+            Communication.ALL_TO_ALL, received, tuple(range(ranks)), exchange=used
+        ).time_ns
+    measured = received / dispatch + received / combine
+    assert both == pytest.approx(measured, rel=0.06)
+
+
 @pytest.mark.parametrize(
     "changes", [{"fp8_dispatch": True}, {"fp8_storage": True}, {"fp8_dispatch": True, "fp8_storage": True}]
 )

@@ -40,6 +40,8 @@ GEOMETRY = {"pipeline-model-parallel-size": 4, "micro-batch-size": 1, "global-ba
          lambda s: (s.model.moe.routing_groups, s.model.moe.top_groups), (4, 2)),
         ({**EXPERTS, "moe-token-dispatcher-type": "flex", "moe-enable-deepep": True},
          lambda s: s.parallel.ep_dispatcher, "deepep"),
+        ({**EXPERTS, "moe-token-dispatcher-type": "flex", "moe-flex-dispatcher-backend": "hybridep"},
+         lambda s: s.parallel.ep_dispatcher, "hybridep"),
         # A bias of queries, keys and values alone.
         ({"disable-bias-linear": True, "add-qkv-bias": True}, lambda s: (s.model.qkv_bias, s.model.mlp_bias),
          (True, False)),

@@ -156,7 +156,11 @@ def test_a_degree_of_one_is_the_same_as_none(mapping: dict[str, Any]) -> None:
     """Nothing travels along it, and how it would travel changes nothing."""
     for degree, how, stream in (
         ("cp", [{"cp_comm": "p2p"}, {"cp_comm": "allgather"}], Stream.CP),
-        ("ep", [{"ep_dispatcher": "alltoall"}, {"ep_dispatcher": "deepep"}], Stream.EP),
+        (
+            "ep",
+            [{"ep_dispatcher": "alltoall"}, {"ep_dispatcher": "deepep"}, {"ep_dispatcher": "hybridep"}],
+            Stream.EP,
+        ),
         ("tp", [{"sp": False}, {"sp": True}], Stream.TP),
     ):
         changes = {f"parallel__{degree}": 1, **({"parallel__etp": 1} if degree == "ep" else {})}

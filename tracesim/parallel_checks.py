@@ -63,13 +63,13 @@ def check_experts(model: ModelDescription, parallel: ParallelPlan, problems: Pro
 
 
 def _check_capacity(moe: MixtureOfExperts, parallel: ParallelPlan, problems: Problems) -> None:
-    """Note padding that DeepEP, which brings a token once to a rank, cannot send (Megatron-Core's flex dispatcher)."""
+    """Note padding that what brings a token once to a rank cannot send (Megatron-Core's flex dispatcher)."""
     path = "parallel.ep_dispatcher"
     padded = moe.capacity_factor is not None and moe.pad_to_capacity
-    if padded and parallel.ep_dispatcher == "deepep" and problems.sound(path):
+    if padded and parallel.ep_dispatcher in ("deepep", "hybridep") and problems.sound(path):
         problems.add(
             path,
-            "deepep",
+            parallel.ep_dispatcher,
             f"does not pad experts to their capacity (capacity_factor {moe.capacity_factor:g}); set ep_dispatcher: "
             "alltoall, or moe.pad_to_capacity: false",
         )

@@ -130,11 +130,12 @@ def _ablations(row: Section) -> Configuration:
     known = _ablated_recipe(row)
     said = " ".join(text_at(row, key) for key in ("technique", "notes"))
     scenario = dict(known.scenario)
-    if any(name in said.lower() for name in ("deepep", "hybridep")):
+    named = next((name for name in ("hybridep", "deepep") if name in said.lower()), None)
+    if named is not None:
         parallel = scenario.get("parallel")
         scenario["parallel"] = {
             **(parallel if isinstance(parallel, Mapping) else {}),
-            "ep_dispatcher": "deepep",
+            "ep_dispatcher": named,
         }
     part = next((part for part in re.split(r"[,;]", said) if _EXPERT_OVERLAP.search(part)), "")
     if part and not _NOT_THERE.search(part):
@@ -166,12 +167,11 @@ def _ablated_recipe(row: Section) -> Configuration:
         return Configuration(
             scenario={
                 "training": {"grad_reduce_dtype": "bf16", "cuda_graphs": ["attn", "mamba"]},
-                "parallel": {"ep_dispatcher": "deepep"},
+                "parallel": {"ep_dispatcher": "hybridep"},
                 "libraries": {"weighted_squared_relu_fusion": True},
             },
             notes=(
-                "bf16 gradients and graphs of attention and Mamba are those of the performance recipe; HybridEP counts "
-                "as node-limited dispatch",
+                "bf16 gradients, HybridEP and graphs of attention and Mamba are those of the performance recipe",
             ),
         )
     if "SFT" in table:
@@ -200,13 +200,13 @@ def _modelzoo(row: Section) -> Configuration:
     elif text_at(row, "table") == "Blackwell":
         # best_practice/qwen3/run_gb200_235b.sh, run_gb300_235b.sh; model_configs/benchmarking.
         scenario |= {
-            "parallel": {"ep_dispatcher": "deepep"},
+            "parallel": {"ep_dispatcher": "hybridep"},
             "training": {"cuda_graphs": ["attn", "moe_router", "moe_preprocess"]},
             "libraries": {"router_fusion": True},
         }
         notes = (
-            "HybridEP, which counts as node-limited dispatch, CUDA graphs, the fused router and on GB300 overlapped "
-            "exchanges are those of the scripts beside the table",
+            "HybridEP, CUDA graphs, the fused router and on GB300 overlapped exchanges are those of the scripts beside "
+            "the table",
         )
     overlaps = "1f1b overlap" in text_at(row, "notes")
     if overlaps or (notes and text_at(row, "gpu") == "GB300"):

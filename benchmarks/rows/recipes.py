@@ -103,19 +103,19 @@ def _deepseek(gpu: str, precision: str, parallel: Mapping[str, Any], release: tu
         return Recipe(("mla_up_proj",))
     if several_chunks and _captures_mixture(gpu, precision, release):
         again = () if gpu == "gb300" else ("mla_up_proj",)
-        return Recipe(again, "deepep", True, _WHOLE)
+        return Recipe(again, "hybridep", True, _WHOLE)
     if gpu == "gb300" and precision == "bf16":
-        return Recipe(("moe_act",), "deepep", False, _LAYER_GRAPHS)
+        return Recipe(("moe_act",), "hybridep", False, _LAYER_GRAPHS)
     if gpu == "gb300":
-        return Recipe(("mla_up_proj",), "deepep")
+        return Recipe(("mla_up_proj",), "hybridep")
     graphs = _LAYER_GRAPHS if release >= (26, 2) else ()
-    return Recipe(("mla_up_proj",), "deepep", False, graphs)
+    return Recipe(("mla_up_proj",), "hybridep", False, graphs)
 
 
 def _nemotron(model: str, gpu: str, precision: str, release: tuple[int, int]) -> Recipe:
     """``scripts/performance/configs/nemotronh/nemotron_3_workload_base_configs.py``, which all rows agree with.
 
-    HybridEP counts as node-limited dispatch. Super's recipe asks for the all-to-all dispatcher, and before 26.06
+    Super's recipe asks for the all-to-all dispatcher, and before 26.06
     (``nemotron_3_llm_pretrain.py``) only the back end of the other one was set, which changes nothing. Since then 14 of
     its layers stay in bf16 beside NVFP4, and some linears of the others, which is not expressed.
     """
@@ -123,51 +123,51 @@ def _nemotron(model: str, gpu: str, precision: str, release: tuple[int, int]) ->
         later = release >= FLEXIBLE_SUPER
         return replace(
             _nemotron_super(gpu, precision),
-            dispatcher="deepep" if later else "alltoall",
+            dispatcher="hybridep" if later else "alltoall",
             bf16_last_layers=14 if later and precision == "nvfp4" else 0,
         )
     if gpu == "h100" and precision == "bf16":
-        return Recipe(("moe", "layernorm"), "deepep", False, ("attn", "mamba"))
+        return Recipe(("moe", "layernorm"), "hybridep", False, ("attn", "mamba"))
     # Recipes name moe_act beside moe, which running experts again as a whole includes.
     if gpu == "h100":
-        return Recipe(("moe", "layernorm", "core_attn"), "deepep", False, ("mamba",))
-    return Recipe((), "deepep", False, _MIXER_GRAPHS)
+        return Recipe(("moe", "layernorm", "core_attn"), "hybridep", False, ("mamba",))
+    return Recipe((), "hybridep", False, _MIXER_GRAPHS)
 
 
 def _nemotron_super(gpu: str, precision: str) -> Recipe:
     if gpu == "b200" and precision == "bf16":
-        return Recipe(("moe", "layernorm", "core_attn"), "deepep")
+        return Recipe(("moe", "layernorm", "core_attn"), "hybridep")
     if gpu == "b200":
-        return Recipe(("moe_act", "layernorm"), "deepep")
+        return Recipe(("moe_act", "layernorm"), "hybridep")
     if gpu == "b300" and precision != "mxfp8":
-        return Recipe(("moe_act", "layernorm"), "deepep", False, _MIXER_GRAPHS)
-    return Recipe((), "deepep", False, _MIXER_GRAPHS)
+        return Recipe(("moe_act", "layernorm"), "hybridep", False, _MIXER_GRAPHS)
+    return Recipe((), "hybridep", False, _MIXER_GRAPHS)
 
 
 def _kimi(mbs: int) -> Recipe:
-    return Recipe((), "deepep", True, _WHOLE) if mbs == 1 else Recipe(("mla_up_proj",), "deepep")
+    return Recipe((), "hybridep", True, _WHOLE) if mbs == 1 else Recipe(("mla_up_proj",), "hybridep")
 
 
 def _qwen_235b(gpu: str, precision: str, release: tuple[int, int]) -> Recipe:
     if _captures_mixture(gpu, precision, release):
-        return Recipe(dispatcher="deepep", overlaps_experts=True, cuda_graphs=_WHOLE)
+        return Recipe(dispatcher="hybridep", overlaps_experts=True, cuda_graphs=_WHOLE)
     if gpu.startswith("gb"):
-        return Recipe(dispatcher="deepep", cuda_graphs=_LAYER_GRAPHS)
+        return Recipe(dispatcher="hybridep", cuda_graphs=_LAYER_GRAPHS)
     return Recipe(overlaps_experts=gpu == "h100")
 
 
 def _qwen_30b(gpu: str, precision: str, release: tuple[int, int]) -> Recipe:
     if _captures_mixture(gpu, precision, release):
-        return Recipe(dispatcher="deepep", overlaps_experts=True, cuda_graphs=_WHOLE)
+        return Recipe(dispatcher="hybridep", overlaps_experts=True, cuda_graphs=_WHOLE)
     if gpu == "h100":
-        return Recipe(dispatcher="deepep", cuda_graphs=_ROUTER_GRAPHS if precision == "bf16" else ())
-    return Recipe(dispatcher="deepep", cuda_graphs=_LAYER_GRAPHS if gpu == "b200" else _ROUTER_GRAPHS)
+        return Recipe(dispatcher="hybridep", cuda_graphs=_ROUTER_GRAPHS if precision == "bf16" else ())
+    return Recipe(dispatcher="hybridep", cuda_graphs=_LAYER_GRAPHS if gpu == "b200" else _ROUTER_GRAPHS)
 
 
 def _gpt_oss(gpu: str, precision: str, release: tuple[int, int]) -> Recipe:
     if gpu.startswith("gb3") or gpu == "b300":
         # No recipe in bf16 for GB300 chooses a dispatcher, and the model's own is the all-to-all.
-        dispatcher = "alltoall" if gpu == "gb300" and precision == "bf16" else "deepep"
+        dispatcher = "alltoall" if gpu == "gb300" and precision == "bf16" else "hybridep"
         if gpu == "gb300" and _captures_mixture(gpu, precision, release):
             return Recipe((), dispatcher, True, _WHOLE)
         return Recipe((), dispatcher, precision != "bf16", _LAYER_GRAPHS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from .allgather import AllGather
 from .alltoall import AllToAll
 from .deepep import DeepEP
+from .hybridep import HybridEP
 from .permutation import Permutation, kept_bytes
 from .routing import Dispatcher, RoutedSizes
 
@@ -19,5 +20,6 @@ DISPATCHERS: dict[str, Dispatcher] = {
     "alltoall": AllToAll(),
     "allgather": AllGather(),
     "deepep": DeepEP(),
+    "hybridep": HybridEP(),
 }
 """Dispatchers by the name ``parallel.ep_dispatcher`` gives them."""

@@ -38,13 +38,14 @@ class DeepEP(AllToAll):
             item = context.recipe.activation_bytes
             row = cast(builder, context, name, float(sizes.tokens * hidden), copies=1)
             quantized = builder.temporary("quantized_tokens", item * sizes.tokens * hidden, row)
+        self.lay_out(builder, context, sizes, name)
         # The dispatch is launched when the host knows what arrives (``Buffer.dispatch`` waits for the layout kernels).
         read_counts(builder, context, name, builder.last_row)
-        row = self._send(builder, context, sizes, f"{name}_all_to_all", item)
+        row = self._send(builder, context, sizes, name, item)
         unique = item * self._unique(context, sizes) * hidden
         current = replaced(builder, quantized, "dispatched_tokens", unique * context.load.unique, row)
         permutation = replace(self.permutation(context, sizes), row_bytes=item * hidden)
-        make_map(builder, context, permutation, context.experts.top_k, name)
+        self.find_rows(builder, context, permutation, name)
         current = gather_copies(builder, context, permutation, f"{name}_permute", "expert_input", current)
         if context.parallel.etp > 1:
             arrived = item * sizes.copies * hidden
@@ -75,8 +76,27 @@ class DeepEP(AllToAll):
             current = replaced(builder, current, "reduced_tokens", arrived / etp, row)
         permutation = self.permutation(context, sizes)
         current = add_copies(builder, context, permutation, f"{name}_unpermute", "unpermuted_tokens", current)
-        row = self._send(builder, context, sizes, f"{name}_all_to_all", item)
+        row = self._send(builder, context, sizes, name, item)
         return replaced(builder, current, "expert_output", item * sizes.tokens * hidden, row)
+
+    def lay_out(
+        self, builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSizes, name: str
+    ) -> None:
+        """What says where tokens go, in front of a dispatch; DeepEP's kernels of a few numbers are not counted."""
+
+    def find_rows(
+        self, builder: ProgramBuilder, context: LoweringContext, permutation: Permutation, name: str
+    ) -> None:
+        """What says which rows of the experts a token that arrived is copied to."""
+        make_map(builder, context, permutation, context.experts.top_k, name)
+
+    def score_bytes(self, name: str) -> float:
+        """Bytes of scores, for one token and expert, that travel with a token in an exchange."""
+        return 0.0
+
+    def map_bytes(self, context: LoweringContext, sizes: RoutedSizes, name: str) -> float:
+        """Bytes of what a rank says of its tokens to all others in front of an exchange."""
+        return 0.0
 
     def permutation(self, context: LoweringContext, sizes: RoutedSizes) -> Permutation:
         """Tokens that arrived, each once, to those of the local experts."""
@@ -102,8 +122,16 @@ class DeepEP(AllToAll):
     ) -> int:
         width, most = item * context.routed_size, context.load.most_unique
         tokens = sizes.sent_copies / context.parallel.etp / context.experts.top_k
-        shape = replace(_routes(context), token_bytes=width * tokens, most=most)
-        message = width * self._unique(context, sizes) * most
+        scores = self.score_bytes(name) * context.experts.experts
+        shape = replace(
+            _routes(context),
+            token_bytes=width * tokens,
+            most=most,
+            score_bytes=scores * tokens,
+            map_bytes=self.map_bytes(context, sizes, name),
+        )
+        message = (width + scores) * self._unique(context, sizes) * most
+        name = f"{name}_all_to_all"
         return exchange(builder, context, name, Communication.ALL_TO_ALL, message, Dimension.EP, shape)
 
 

@@ -220,15 +220,16 @@ def _exchange_plan(size: float, placement: Placement) -> Plan:
 def _forwarded_exchange_plan(exchange: ExchangeShape, placement: Placement) -> Plan:
     """A token crosses to each domain once, to the rank of the sender's place there, which hands it to the others."""
     members, domains = placement.size, placement.domains
-    sent = exchange.token_bytes * exchange.most
+    sent = exchange.copy_bytes(domains) * exchange.most
     to_ranks = members * exchange.chance(members) * sent
+    maps, most = exchange.map_bytes, placement.most_in_a_domain
     crosses = domains > 1
     return Plan(
         Algorithm.EXCHANGE,
         domain_steps=1 if placement.most_in_a_domain > 1 else 0,
         fabric_steps=1 if crosses else 0,
-        domain_bytes=to_ranks * (1 - 1 / placement.most_in_a_domain),
-        fabric_bytes=(domains - 1) * exchange.chance(domains) * sent if crosses else 0.0,
+        domain_bytes=(to_ranks + members * maps) * (1 - 1 / most),
+        fabric_bytes=(domains - 1) * (exchange.chance(domains) * sent + maps) if crosses else 0.0,
         protocols=(Protocol.SIMPLE,),
     )
 

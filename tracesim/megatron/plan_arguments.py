@@ -93,7 +93,9 @@ def _expert_plan(arguments: Arguments, tp: int) -> dict[str, Any]:
     old_name = arguments.flag("moe-enable-deepep")
     backend = arguments.text("moe-flex-dispatcher-backend", "deepep")
     dispatcher = arguments.choice("moe-token-dispatcher-type", "allgather", _DISPATCHERS)
-    if dispatcher == "deepep" and backend != "deepep" and not old_name:
+    if dispatcher == "deepep" and backend == "hybridep" and not old_name:
+        dispatcher = "hybridep"
+    elif dispatcher == "deepep" and backend != "deepep" and not old_name:
         arguments.assumed.append(f"--moe-flex-dispatcher-backend {backend}: priced as DeepEP")
     name = arguments.first_given("expert-model-parallel-size", "moe-expert-parallel-size")
     return {
