@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from op_graphs.model import ModelDescription, ModelError
-from op_graphs.presets import load_model, model_from_mapping
+from op_graphs.presets import list_models, load_model, model_from_mapping
 
 from .row import RowSkippedError, count_at, mapping_at, text_at
 from .source_settings import SourceSettings
@@ -56,6 +56,7 @@ PRESETS = {
     "llama318b": "llama3-8b",
     "llama3170b": "llama3-70b",
     "llama31405b": "llama3-405b",
+    "llama3370b": "llama3-70b",
     "gpt3175b": "gpt3-175b",
     "qwen2514b": "qwen2.5-14b",
     "qwen2532b": "qwen2.5-32b",
@@ -95,6 +96,8 @@ PRESETS = {
     "llama13b": "llama2-13b",
 }
 """Preset by a row's model name, letters and digits only."""
+
+_BY_OWN_NAME = {re.sub(r"[^a-z0-9]", "", preset): preset for preset in list_models()}
 
 # (layers, width, heads) of scripts/train/yamls/pretrain/mpt-*.yaml of llm-foundry; they give the sizes in the rows.
 _MPT = {
@@ -150,8 +153,11 @@ _LIGHTNING: dict[str, Any] = {
     "mtp_repeated": True,
 }
 _GPT_SIZES: dict[str, dict[str, int]] = {
-    # NeMo-Framework-Launcher conf/training/gpt3/5b.yaml; arXiv:2104.04473, section 5.2 (174.6B) and Table 1 (529.6B).
+    # NeMo-Framework-Launcher conf/training/gpt3/5b.yaml, 20b.yaml, 40b.yaml; arXiv:2104.04473, section 5.2 (174.6B) and
+    # Table 1 (529.6B).
     "gpt35b": {"layers": 24, "hidden_size": 4096, "heads": 32},
+    "gpt320b": {"layers": 44, "hidden_size": 6144, "heads": 48},
+    "gpt340b": {"layers": 48, "hidden_size": 8192, "heads": 64},
     "gpt1746b": {"layers": 96, "hidden_size": 12288, "heads": 96},
     "gpt5296b": {"layers": 105, "hidden_size": 20480, "heads": 128},
 }
@@ -193,12 +199,13 @@ def model_of(row: Mapping[str, Any], settings: SourceSettings) -> str | dict[str
     name = text_at(model, "name")
     known = re.sub(r"[^a-z0-9]", "", re.sub(r"\(.*\)", "", name).lower())
     stated = _stated_dimensions(model, text_at(row, "notes"))
-    if known in PRESETS:
-        return {"base": PRESETS[known], "name": PRESETS[known], **stated} if stated else PRESETS[known]
+    preset = PRESETS.get(known) or _BY_OWN_NAME.get(known)
+    if preset is not None:
+        return {"base": preset, "name": preset, **stated} if stated else preset
     if known == "nemotron35lightning":
         return _LIGHTNING
-    if known.startswith("nemotron") and known[8:] in _NEMOTRON:
-        return _nemotron(known[8:])
+    if (size := re.fullmatch(r"nemotron4?(\d+b)", known)) and size.group(1) in _NEMOTRON:
+        return _nemotron(size.group(1))
     if known == "internlm7b":
         return {"name": "internlm-7b", **_INTERNLM_7B}
     if known.startswith("mpt") and known[3:] in _MPT:
