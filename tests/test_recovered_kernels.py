@@ -110,7 +110,7 @@ def test_a_recomputing_backward_is_one_action(recompute: Any) -> None:
 
 
 @pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("name", [name for name in PAIRED if name != "dualpipev"])
+@pytest.mark.parametrize("name", PAIRED)
 def test_interleaved_pieces_are_a_pair(name: str, pp: int) -> None:
     """A forward and a backward whose pieces take turns at the exchanges of experts.
 

@@ -27,15 +27,14 @@ from op_graphs.timeline import Timeline
 from op_graphs.vocabulary import Communication, Dimension, FlowKind, OpKind, Phase, TrackRole
 
 from .analysis import Window
+from .recovered_streams import cut_in_streams
 from .recovered_words import (
     BACKWARD,
     FORWARD,
     WEIGHT,
     Burst,
-    joined,
     sends_shared,
     split_by_count,
-    split_by_known,
     tails_moved,
 )
 
@@ -85,7 +84,7 @@ def find_bursts(
     found = []
     for window, of in zip(windows, kernels, strict=True):
         if len(of.compute):
-            bursts = joined(split_by_known(tails_moved(of.cut())))
+            bursts = cut_in_streams(tails_moved(of.cut()))
             bursts = of.with_late_sends(sends_shared(bursts, timeline.slices.peer, readers))
             found.append(RankBursts(window.rank, tuple(bursts), of.sends, of.receives))
     return _with_equal_counts(found)
@@ -145,9 +144,20 @@ class _Kernels:
             rows = compute[begin:end]
             starts, ends = slices.start[rows].tolist(), self.end[rows].tolist()
             word, made = tuple(slices.name[rows].tolist()), tuple(sends.get(end, ()))
-            first = begin in cuts or not begin
+            first = (0,) if begin in cuts or not begin else ()
+            behind = (len(word),) * len(made)
             found.append(
-                Burst(letters[begin], starts[0], max(ends), word, tuple(ends), tuple(starts), made, first)
+                Burst(
+                    letters[begin],
+                    starts[0],
+                    max(ends),
+                    word,
+                    tuple(ends),
+                    tuple(starts),
+                    made,
+                    behind,
+                    first,
+                )
             )
         return self._weights_apart(found)
 
@@ -226,7 +236,7 @@ class _Kernels:
                 kinds = senders.get((burst.letter, burst.word), set())
                 if burst.sends or int(peers[row]) not in kinds or burst.end > self.posted[row]:
                     continue
-                bursts[number] = replace(burst, sends=(row,))
+                bursts[number] = burst.sending((row,))
                 break
         return bursts
 

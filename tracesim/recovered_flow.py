@@ -154,7 +154,8 @@ class _Flow:
             alike.setdefault((burst.word, self._sends_to(burst)), []).append(number)
         best: tuple[int, dict[int, int | None]] | None = None
         groups = list(alike.items())
-        for chosen in product((*sources, None), repeat=len(groups) if len(groups) <= _MOST_KINDS else 0):
+        choices = product((*sources, None), repeat=len(groups)) if len(groups) <= _MOST_KINDS else ()
+        for chosen in choices:
             found = {n: source for (_, numbers), source in zip(groups, chosen, strict=True) for n in numbers}
             # What neither sends nor receives is no stage; what comes back to where it came from is the turn of a V.
             if any(source is None and to < 0 for ((_, to), _), source in zip(groups, chosen, strict=True)):
@@ -304,11 +305,19 @@ def _both(pair: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _split_words(bursts: Sequence[Burst]) -> set[tuple[int, ...]]:
-    """Kernels of the backwards that leave weight gradients to others: all, or the shorter ones where some are whole."""
+    """Kernels of the backwards that leave weight gradients to others: all, or the shorter ones where some are whole.
+
+    Those that with weight gradients are the kernels of whole ones, where they are as many as the weight gradients.
+    """
     words = {burst.word for burst in bursts if burst.letter == BACKWARD}
     weights = sum(burst.letter == WEIGHT for burst in bursts)
     if not weights:
         return set()
+    wholes = {tuple(sorted(word)) for word in words}
+    left = {burst.word for burst in bursts if burst.letter == WEIGHT}
+    parts = {word for word in words if any(tuple(sorted(word + other)) in wholes for other in left)}
+    if sum(burst.letter == BACKWARD and burst.word in parts for burst in bursts) == weights:
+        return parts
     chosen: set[tuple[int, ...]] = set()
     for word in sorted(words, key=len):
         if sum(burst.letter == BACKWARD and burst.word in chosen for burst in bursts) >= weights:

@@ -31,11 +31,23 @@ class Burst:
     starts: tuple[int, ...]
     sends: tuple[int, ...] = ()
     """Rows of the sends of its output."""
-    follows_transfer: bool = False
-    """Whether a transfer was posted right before it."""
+    behind: tuple[int, ...] = ()
+    """For each send how many of the kernels it was posted behind."""
+    cuts: tuple[int, ...] = ()
+    """Places of the kernels right before which a transfer was posted."""
+
+    @property
+    def follows_transfer(self) -> bool:
+        """Whether a transfer was posted right before it."""
+        return 0 in self.cuts
+
+    def sending(self, rows: Sequence[int]) -> Burst:
+        """The same with these sends, behind all of its kernels."""
+        return replace(self, sends=tuple(rows), behind=(len(self.word),) * len(rows))
 
     def part(self, begin: int, end: int) -> Burst:
-        """Some of its kernels; the sends stay with the last ones."""
+        """Some of its kernels; sends stay with those they were posted behind."""
+        sends = [(row, at) for row, at in zip(self.sends, self.behind, strict=True) if begin < at <= end]
         return replace(
             self,
             start=self.starts[begin],
@@ -43,8 +55,9 @@ class Burst:
             word=self.word[begin:end],
             ends=self.ends[begin:end],
             starts=self.starts[begin:end],
-            sends=self.sends if end == len(self.word) else (),
-            follows_transfer=self.follows_transfer and not begin,
+            sends=tuple(row for row, _ in sends),
+            behind=tuple(at - begin for _, at in sends),
+            cuts=tuple(at - begin for at in self.cuts if begin <= at < end),
         )
 
 
@@ -73,7 +86,7 @@ def sends_shared(bursts: list[Burst], peers: Int32, readers: Mapping[int, str]) 
         if not sends or not numbers:
             continue
         for number in stretch:
-            bursts[number] = replace(bursts[number], sends=())
+            bursts[number] = bursts[number].sending(())
         open_ = sorted(
             numbers[-len(sends) :] if len(sends) > 1 else numbers, key=lambda n: bursts[n].letter != FORWARD
         )
@@ -86,7 +99,7 @@ def sends_shared(bursts: list[Burst], peers: Int32, readers: Mapping[int, str]) 
             else:
                 read = [n for n in open_ if bursts[n].letter == readers.get(row)]
                 maker = max(numbers[-1:] if numbers[-1] in possible else read or known or open_)
-            bursts[maker] = replace(bursts[maker], sends=(row,))
+            bursts[maker] = bursts[maker].sending((row,))
             open_.remove(maker)
             if not open_:
                 break
@@ -109,16 +122,18 @@ def tails_moved(bursts: list[Burst]) -> list[Burst]:
         for word in sorted(certain, key=lambda word: (-len(word), word)):
             rest = len(burst.word) - len(word)
             if 0 < 2 * rest < len(word) and burst.word[rest:] == word:
-                found[number - 1] = replace(_join((before, burst.part(0, rest))), sends=before.sends)
+                found[number - 1] = join((before, burst.part(0, rest))).sending(before.sends)
                 found[number] = burst.part(rest, len(burst.word))
                 break
     return found
 
 
-def split_by_known(bursts: list[Burst]) -> list[Burst]:
+def split_by_known(bursts: list[Burst], *, each_sends: bool = False) -> list[Burst]:
     """Bursts that are several shorter ones of the rank in a row, split.
 
-    A part of a forward or backward begins as one does behind a transfer: pieces of interleaved ones do not.
+    A part of a forward or backward begins as one does behind a transfer: pieces of interleaved ones do not. With
+    ``each_sends`` one that is a shorter one several times over is whole, where those by themselves send each what they
+    made.
     """
     begins, found = _begins(bursts), bursts
     for letter in (FORWARD, BACKWARD, WEIGHT):
@@ -130,21 +145,43 @@ def split_by_known(bursts: list[Burst]) -> list[Burst]:
             bounds: Sequence[int] = ()
             if burst.letter == letter:
                 shorter = [word for word in known if len(word) < len(burst.word)]
-                bounds = _parse(burst.word, shorter) or _beside(burst.word, alone)
+                if not (each_sends and _sends_once(burst, alone)):
+                    bounds = _parse(burst.word, shorter) or _beside(burst, alone)
             pieces += [burst.part(begin, end) for begin, end in pairwise(bounds)] or [burst]
         found = pieces
     return found
 
 
-def _beside(word: tuple[int, ...], known: Collection[tuple[int, ...]]) -> list[int]:
-    """Bounds of a word that ends or begins with a known one, and of the rest; empty if it does not."""
+def _sends_once(burst: Burst, alone: Mapping[tuple[int, ...], set[bool]]) -> bool:
+    """Whether a burst sends once, and is a word over and over that sends whenever it stands alone."""
+    count = len(burst.word)
+    return len(burst.sends) == 1 and any(
+        sends == {True}
+        and len(word) < count
+        and not count % len(word)
+        and _repeats(burst.word, count // len(word))
+        and burst.word[: len(word)] == word
+        for word, sends in alone.items()
+    )
+
+
+def _beside(burst: Burst, known: Mapping[tuple[int, ...], set[bool]]) -> list[int]:
+    """Bounds of a burst that ends or begins with a known word, and of the rest; empty if it does not.
+
+    Where its layers are alike it may do both: it ends with one that sends as it does, or begins with one that does not.
+    """
+    word, found = burst.word, []
     for part in sorted(known, key=lambda part: (-len(part), part)):
         rest = len(word) - len(part)
-        if 2 * rest >= len(part) and word[rest:] == part:
-            return [0, rest, len(word)]
-        if 2 * rest >= len(part) and word[: len(part)] == part:
-            return [0, len(part), len(word)]
-    return []
+        if 2 * rest < len(part):
+            continue
+        if word[rest:] == part:
+            found.append(([0, rest, len(word)], bool(burst.sends) in known[part]))
+        if word[: len(part)] == part:
+            found.append(([0, len(part), len(word)], False in known[part]))
+        if found:
+            break
+    return next((bounds for bounds, fits in found if fits), found[0][0] if found else [])
 
 
 def _begins(bursts: Sequence[Burst]) -> dict[str, set[int]]:
@@ -186,7 +223,7 @@ def joined(bursts: list[Burst]) -> list[Burst]:
         mine = [burst for burst in bursts if burst.letter == letter]
         # Words of half the length of one that stands alone are no pieces; nor of the longest, where none stands alone
         # and one is several times as long as others.
-        alone = _alone(bursts, letter) or {burst.word for burst in mine}
+        alone = set(_alone(bursts, letter)) or {burst.word for burst in mine}
         least = max(map(len, alone), default=0) / 2
         whole = {burst.word for burst in mine if len(burst.word) >= least}
         words = {tuple(sorted(word)): word for word in whole}
@@ -196,21 +233,20 @@ def joined(bursts: list[Burst]) -> list[Burst]:
             count = 1 if mine[place].word in whole else _pieces(mine[place:], words, longest)
             if count == 1 and mine[place].word not in whole:
                 count = _between_transfers(mine[place:], whole, stretch)
-            joined = _join(mine[place : place + count])
+            joined = join(mine[place : place + count])
             parts = _peeled(joined, words) if count > 1 else [joined]
             found += [replace(part, word=words.get(tuple(sorted(part.word)), part.word)) for part in parts]
             place += count
     return sorted(found, key=lambda burst: burst.start)
 
 
-def _alone(bursts: Sequence[Burst], letter: str) -> set[tuple[int, ...]]:
-    """Kernels of the bursts of a direction that stand alone between transfers."""
-    following = [*bursts[1:], None]
-    return {
-        burst.word
-        for burst, behind in zip(bursts, following, strict=True)
-        if burst.letter == letter and burst.follows_transfer and (not behind or behind.follows_transfer)
-    }
+def _alone(bursts: Sequence[Burst], letter: str) -> dict[tuple[int, ...], set[bool]]:
+    """Kernels of the bursts of a direction that stand alone between transfers, and whether these send something."""
+    found: dict[tuple[int, ...], set[bool]] = {}
+    for burst, behind in zip(bursts, [*bursts[1:], None], strict=True):
+        if burst.letter == letter and burst.follows_transfer and (not behind or behind.follows_transfer):
+            found.setdefault(burst.word, set()).add(bool(burst.sends))
+    return found
 
 
 def _pieces(bursts: Sequence[Burst], words: Collection[tuple[int, ...]], longest: int) -> int:
@@ -249,9 +285,12 @@ def _between_transfers(
     return max(1, sum(1 for _ in same))
 
 
-def _join(bursts: Sequence[Burst]) -> Burst:
+def join(bursts: Sequence[Burst]) -> Burst:
+    """Bursts of one direction as one."""
     if len(bursts) == 1:
         return bursts[0]
+    offsets = [0, *accumulate(len(burst.word) for burst in bursts)]
+    placed = list(zip(bursts, offsets, strict=False))
     return Burst(
         bursts[0].letter,
         bursts[0].start,
@@ -260,7 +299,8 @@ def _join(bursts: Sequence[Burst]) -> Burst:
         tuple(end for burst in bursts for end in burst.ends),
         tuple(start for burst in bursts for start in burst.starts),
         tuple(row for burst in bursts for row in burst.sends),
-        bursts[0].follows_transfer,
+        tuple(offset + at for burst, offset in placed for at in burst.behind),
+        tuple(offset + at for burst, offset in placed for at in burst.cuts),
     )
 
 
