@@ -27,7 +27,7 @@ MACHINES: tuple[tuple[str, str | dict[str, Any]], ...] = (
         r"h100-96gb-hbm2e-500w",
         {
             "base": "h100-sxm",
-            "training_clock_ratio": 0.763,
+            "training_clock_ratio": 0.779,
             "gemm": {"sustained_dtype_ratio": {"fp8": 1.0}},
             "memory": {"capacity_gib": 95.0, "bandwidth_gb_per_s": 2400, "column_cast_efficiency": 0.178},
         },

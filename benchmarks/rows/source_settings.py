@@ -68,6 +68,8 @@ class SourceSettings:
     transformer_engine: bool = True
     eager: bool | tuple[str, ...] = False
     """Whether pointwise operations are neither fused nor, where a row does not say so, compiled; or which of them."""
+    eager_when_compiled: tuple[str, ...] = ()
+    """Which of them run one by one even there."""
     fp32_norm_inputs: bool = False
     """Whether norms read fp32 copies of their inputs."""
     norms_run_again: bool = False
@@ -314,10 +316,13 @@ SETTINGS: dict[str, SourceSettings] = {
     # compiled. Its configurations of 2024 for 64 A100 (train_configs/llama3_8b.toml, llama2_13b.toml) have compile =
     # false and norm_type = "rmsnorm", written out in tensor operations (models/norms.py). Tensor parallelism always
     # comes with sequence parallelism (parallelisms/parallelize_llama.py).
+    # Compiled or not, rotary positions are a product of complex numbers (models/llama/model.py, apply_rotary_emb), for
+    # which PyTorch's compiler makes no code (pytorch/torchtitan, issue 15), and casts before and behind it.
     "torchtitan-perf-2024": SourceSettings(
         attention="flash-2",
         transformer_engine=False,
         eager=True,
+        eager_when_compiled=("positions",),
         separate_projections=True,
         cross_entropy_fusion="torch",
     ),
@@ -328,6 +333,7 @@ SETTINGS: dict[str, SourceSettings] = {
         attention="flash-2",
         transformer_engine=False,
         eager=True,
+        eager_when_compiled=("positions",),
         # mode = "selective", selective_ac_option = "op" in llama3_8b.toml.
         recompute_names={"selective ac": "per-op sac", "selective": "per-op sac"},
         sp=True,

@@ -145,7 +145,7 @@ def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
         "overlap": _overlap(row, parallel, settings),
         "libraries": {
             "transformer_engine": settings.transformer_engine,
-            "eager": False if "compile" in text_at(row, "technique") else settings.eager,
+            "eager": _eager(row, settings),
             "fp32_norm_inputs": settings.fp32_norm_inputs,
             "separate_projections": settings.separate_projections,
             "batch_fetch_waits": settings.batch_fetch_waits,
@@ -461,6 +461,13 @@ def _overlap(
         # where they start (torch/distributed/_functional_collectives.py, _maybe_wrap_tensor).
         overlap["cp"] = "in-place"
     return overlap
+
+
+def _eager(row: Mapping[str, Any], settings: SourceSettings) -> bool | list[str]:
+    """What runs one by one, also where a row says that it is compiled."""
+    if "compile" in text_at(row, "technique"):
+        return list(settings.eager_when_compiled) or False
+    return settings.eager if isinstance(settings.eager, bool) else list(settings.eager)
 
 
 def _is_composed(row: Mapping[str, Any], settings: SourceSettings) -> bool:
