@@ -74,10 +74,10 @@ NOTES: dict[str, SourceNote] = {
     "torchtitan-bench": SourceNote(
         "Llama 3 8B to 405B with FSDP2, 8 to 512 H100 of 96 GB and 500 W, and H200",
         "no",
-        "context parallelism over four and eight GPUs of a node is 18 to 21 % too fast, with the kernels and exchanges of "
-        "PyTorch's own ring; over two it is 9 % too slow, over four nodes 6 %. What is missing grows as the bytes that "
-        "are exchanged, as if they took 45 GB/s, an eighth of what the node has; nothing in the ring's code says why. "
-        "Llama 3 405B in pipelines is 7 to 9 % too fast",
+        "context parallelism over four and eight GPUs of a node is 18 to 21 % too fast, with the kernels and exchanges "
+        "of PyTorch's own ring; over two it is 9 % too slow, over four nodes 6 %. What is missing grows as the bytes "
+        "that are exchanged, as if they took 45 GB/s, an eighth of what the node has; nothing in the ring's code says "
+        "why. Llama 3 405B in pipelines is 7 to 9 % too fast",
     ),
     "torchtitan-perf-2024": SourceNote("Llama 2 and 3 with FSDP2 on 64 A100"),
     "megatron-bridge": SourceNote(
