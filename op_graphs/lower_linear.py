@@ -61,7 +61,7 @@ from .overlap import tensor_collectives
 from .overlap.policy import GemmEmitter, ReducedGemm, TensorPlacement
 from .overlap.registry import TENSOR
 from .program import ProgramBuilder, Tensor
-from .tensor_gathers import gather_whole
+from .tensor_gathers import gather_whole, in_token_order
 
 
 def _placement(context: LoweringContext) -> TensorPlacement:
@@ -312,6 +312,8 @@ def linear_backward(
             consumed = (gathered, *(tensor for tensor in consumed if tensor != d_output))
             borrowed = tuple(tensor for tensor in borrowed if tensor != d_output)
         d_input = input_gradient(builder, context, linear, emit)
+        if gathers:
+            consumed = (in_token_order(builder, context, name, gathered, size), *consumed[1:])
         weight_gradient(builder, context, linear, consumed, borrowed)
         return d_input
     (source,) = (tensor for tensor in (*consumed, *borrowed) if tensor != d_output)
@@ -382,6 +384,8 @@ def column_parallel_backward(
     if gathered is None:
         weight_gradient(builder, context, linear, (d_output, normalized))
     else:
+        name, size = f"{linear.name}_input", context.token_bytes(linear.inputs)
+        gathered = in_token_order(builder, context, name, gathered, size)
         weight_gradient(builder, context, linear, (d_output, gathered))
         builder.release(normalized, builder.last_row)
     return _awaited_input_gradient(builder, context, linear, d_input, reduction)

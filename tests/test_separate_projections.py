@@ -106,7 +106,60 @@ def test_a_sum_is_reduced_whole_under_asynchronous_tensor_parallelism(
     }
     whole = {"qkv_gradient_reduce_scatter", "fc1_gradient_reduce_scatter"} & set(graph.strings)
     assert bool(whole) == separate
-    assert ("qkv_gradient_scatter_order" in graph.strings) == separate
+
+
+@pytest.mark.parametrize("policy", ["gathered-once", "async-tp"])
+@pytest.mark.parametrize(
+    ("eager", "dtype", "joined"),
+    [
+        (False, "bf16", True),
+        (False, "fp8-tensorwise", True),
+        (False, "fp8-rowwise", False),
+        (True, "bf16", False),
+    ],
+)
+def test_a_compiled_sum_writes_in_the_order_of_ranks(
+    policy: str, eager: bool, dtype: str, joined: bool
+) -> None:
+    """Unless it reads the scales of its products too: no copy between it and the reduce-scatter."""
+    _, graph = lowered(
+        parallel={"tp": 4, "sp": True},
+        overlap__tp=policy,
+        training__dtype=dtype,
+        hardware="h100-sxm",
+        libraries={"separate_projections": True, "eager": eager},
+    )
+    assert "qkv_gradient_reduce_scatter" in graph.strings
+    for name in ("qkv", "fc1"):
+        assert (f"{name}_gradient_scatter_order" in graph.strings) == (not joined)
+
+
+def test_weight_gradients_read_copies_of_what_was_gathered_in_pieces() -> None:
+    """Pieces lie one behind the other along the sequence; what they are multiplied with is in the order of tokens."""
+    scenario, graph = lowered(parallel={"tp": 4, "sp": True}, overlap__tp="async-tp")
+    training, operations = scenario.training, graph.operations
+    size = 2 * training.micro_batch_size * training.seq_len * scenario.model.hidden_size
+    names = {
+        "qkv_input_order",
+        "fc1_input_order",
+        "proj_gradient_all_gather_order",
+        "fc2_gradient_all_gather_order",
+    }
+    for name in names:
+        rows = operations.name == graph.strings.index(name)
+        assert rows.sum() == scenario.model.layers * training.num_microbatches
+        assert (
+            set(operations.bytes_read[rows].tolist())
+            == set(operations.bytes_written[rows].tolist())
+            == {size}
+        )
+    assert_nothing_leaks(graph)
+    # A single sequence is in the order of tokens as it is.
+    single = lowered(parallel={"tp": 4, "sp": True}, overlap__tp="async-tp", training__micro_batch_size=1)[1]
+    assert not names & set(single.strings)
+    for policy in ("gathered-once", "userbuffers", "in-place"):
+        other = lowered(parallel={"tp": 4, "sp": True}, overlap__tp=policy)[1]
+        assert "qkv_input_order" not in other.strings
 
 
 def test_whole_collectives_of_dtensor_copy_what_they_move() -> None:
@@ -124,3 +177,15 @@ def test_whole_collectives_of_dtensor_copy_what_they_move() -> None:
             assert operations.bytes_written[rows].tolist() == moved.tolist()
     in_place = lowered(parallel={"tp": 4, "sp": True}, overlap__tp="in-place")[1]
     assert not [name for name in in_place.strings if name.endswith("_order")]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_compiler_copies_nothing_behind_the_gather_of_a_single_sequence(eager: bool) -> None:
+    _, graph = lowered(
+        parallel={"tp": 4, "sp": True},
+        overlap__tp="gathered-once",
+        training__micro_batch_size=1,
+        libraries={"eager": eager},
+    )
+    assert ("qkv_all_gather_order" in graph.strings) == eager
+    assert "proj_scatter_order" in graph.strings

@@ -184,6 +184,10 @@ class TensorPlacement(OverlapPolicy):
         """Whether whole collectives along the sequence need a copy between the order of ranks and that of tokens."""
         return False
 
+    def orders_for_weights(self, context: LoweringContext) -> bool:
+        """Whether what was gathered for a GEMM needs a copy in the order of tokens for the weight gradient."""
+        return False
+
 
 # -- context parallelism -------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from op_graphs.program import ProgramBuilder
 from op_graphs.vocabulary import DType, OpKind
 
 from .policy import GatheredGemm, ReducedGemm, TensorPlacement
-from .tensor_collectives import CopiedReduction, WholeReduction, exchange_shard, gemm_pieces
+from .tensor_collectives import WholeReduction, exchange_shard, gemm_pieces, summed_reduction
 from .tensor_userbuffers import PiecewiseReader, needs_sequence_parallel
 
 
@@ -26,7 +26,8 @@ class TensorAsync(TensorPlacement):
     ``_find_producer_matmul``). Nor does it find gathers in front of products whose scales are of rows
     (github.com/pytorch/pytorch/issues/149990). Both are whole, with the copies of ``gathered-once``. Gathered inputs
     are kept for the backward, as autograd keeps what a redistributed DTensor's linear reads; quantised ones are
-    gathered again.
+    gathered again. What was gathered in pieces has the sequence in front of the batch, and what a weight gradient reads
+    of it is copied first.
 
     Source: ``torch/distributed/_symmetric_memory`` (``_fused_all_gather_matmul``, ``_fused_matmul_reduce_scatter``).
     """
@@ -74,7 +75,7 @@ class TensorAsync(TensorPlacement):
     ) -> ReducedGemm:
         """As :meth:`reduction`; a sum is reduced whole, where it stands."""
         if summed and scatter:
-            return CopiedReduction(builder, context, name, size)
+            return summed_reduction(builder, context, name, size)
         return self.reduction(builder, context, name, size, scatter=scatter)
 
     def cuts_gathers(self, context: LoweringContext) -> bool:
@@ -84,6 +85,10 @@ class TensorAsync(TensorPlacement):
     def copies_parts(self, context: LoweringContext) -> bool:
         """Where gathers are whole."""
         return not self.cuts_gathers(context)
+
+    def orders_for_weights(self, context: LoweringContext) -> bool:
+        """Pieces lie one after the other, the sequences of a batch interleaved; its other operand is in order."""
+        return self.cuts_gathers(context) and context.training.micro_batch_size > 1
 
 
 @dataclass

@@ -116,8 +116,14 @@ def copy_parts(
 def gathered_in_order(
     builder: ProgramBuilder, context: LoweringContext, name: str, size: float, dtype: DType
 ) -> int:
-    """All-gather ``size`` bytes (whole) and copy them in the order of tokens; returns the row of the copy."""
+    """All-gather ``size`` bytes (whole) and copy them in the order of tokens; returns the row behind which they are.
+
+    Of a single sequence the order of ranks is that of tokens, and a compiler copies nothing.
+    """
     row = gather_sequence(builder, context, name, size, dtype)
+    if context.training.micro_batch_size == 1 and not context.libraries.runs_eagerly("mlp"):
+        builder.wait_for(row)
+        return row
     parts = builder.temporary("gathered_parts", size, row)
     builder.wait_for(row)
     row = copy_parts(builder, context, f"{name}_order", size, dtype)
@@ -146,3 +152,17 @@ class CopiedReduction:
         row = reduce_sums(builder, context, self.name, self.size, scatter=True)
         builder.release(parts, row)
         return row
+
+
+def summed_reduction(
+    builder: ProgramBuilder, context: LoweringContext, name: str, size: float
+) -> WholeReduction | CopiedReduction:
+    """The reduction, scattered along the sequence, of a gradient that several products add up to.
+
+    A compiler joins the sum and the copy in the order of ranks (kernels that PyTorch 2.13 makes of an MLP), unless the
+    sum has the scales of its products to read as well.
+    """
+    rescales = context.recipe is not None and context.recipe.quantizes_each_use
+    if context.libraries.runs_eagerly("mlp") or rescales:
+        return CopiedReduction(builder, context, name, size)
+    return WholeReduction(builder, context, name, size, scatter=True)

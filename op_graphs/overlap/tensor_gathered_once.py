@@ -7,7 +7,7 @@ from op_graphs.program import ProgramBuilder
 from op_graphs.vocabulary import DType
 
 from .policy import GatheredGemm, ReducedGemm, TensorPlacement
-from .tensor_collectives import CopiedReduction, WholeReduction, gathered_in_order
+from .tensor_collectives import CopiedReduction, WholeReduction, gathered_in_order, summed_reduction
 
 
 class TensorGatheredOnce(TensorPlacement):
@@ -46,7 +46,9 @@ class TensorGatheredOnce(TensorPlacement):
         scatter: bool,
         summed: bool = False,
     ) -> ReducedGemm:
-        """As :meth:`reduction`."""
+        """As :meth:`reduction`; the kernel that adds up several products writes in the order of ranks itself."""
+        if summed and scatter:
+            return summed_reduction(builder, context, name, size)
         return self.reduction(builder, context, name, size, scatter=scatter)
 
     def copies_parts(self, context: LoweringContext) -> bool:
