@@ -14,6 +14,7 @@ from . import pointwise
 from .lower_linear import (
     Linear,
     column_parallel_backward,
+    column_parallel_forward,
     gather_sequence,
     gathered_input,
     linear_forward,
@@ -184,7 +185,7 @@ def dense_table_gradient(
 
 def _head_linear(context: LoweringContext) -> Linear:
     sizes = context.model.hidden_size, context.local_vocab, context.tokens
-    return Linear("head", "output_layer", *sizes, quantized=False)
+    return Linear("head", "output_layer", *sizes, quantized=context.training.fp8_head)
 
 
 def norm_forward(builder: ProgramBuilder, context: LoweringContext, name: str, module: str) -> Tensor:
@@ -221,20 +222,23 @@ def final_norm_forward(builder: ProgramBuilder, context: LoweringContext) -> Ten
 def head_forward(builder: ProgramBuilder, context: LoweringContext, hidden: Tensor) -> HeadSaved:
     """Emit final norm, head and loss; returns what they keep."""
     normalized = final_norm_forward(builder, context)
-    logits = logits_forward(builder, context)
-    if context.freezes_weights:
-        # Only the weight gradient of the head reads it again.
+    logits = logits_forward(builder, context, normalized)
+    if context.freezes_weights or context.training.fp8_head:
+        # Only the weight gradient of the head reads it again, or a quantised copy in its place.
         builder.discard(normalized, builder.parameter_rows[_head_linear(context).parameter])
     return HeadSaved(hidden, normalized, logits)
 
 
-def logits_forward(builder: ProgramBuilder, context: LoweringContext) -> Tensor:
+def logits_forward(builder: ProgramBuilder, context: LoweringContext, normalized: Tensor) -> Tensor:
     """Emit output head and loss of normalised hidden states; returns what the loss keeps."""
     builder.layer, builder.module = -1, "head"
-    gathered = gathered_input(builder, context, "head")
-    row = linear_forward(builder, context, _head_linear(context))
-    if gathered is not None:
-        builder.release(gathered, row)
+    if context.training.fp8_head:
+        row = column_parallel_forward(builder, context, _head_linear(context), normalized, keep_input=True)
+    else:
+        gathered = gathered_input(builder, context, "head")
+        row = linear_forward(builder, context, _head_linear(context))
+        if gathered is not None:
+            builder.release(gathered, row)
     logits = builder.activation("logits", context.item * context.tokens * context.local_vocab, row)
     return loss_forward(builder, context, logits, context.tokens)
 

@@ -120,8 +120,8 @@ def prediction_forward(
         weights.leave(unit)
         previous = heads[-1].normalized
     for head in heads:
-        head.kept_by_loss = logits_forward(builder, context)
-    kept_by_loss = logits_forward(builder, context)
+        head.kept_by_loss = logits_forward(builder, context, head.normalized)
+    kept_by_loss = logits_forward(builder, context, normalized)
     weights.leave("head")
     return PredictionSaved(hidden, normalized, kept_by_loss, heads)
 

@@ -72,12 +72,36 @@ def cast(
                 dtype=DType.FP32,
             )
             builder.wait_for(row)
+    written = recipe.activation_size(elements)
+    if copies > 1 and recipe.columns_apart:
+        _cast_kernel(builder, recipe, f"{name}_cast", source, written, kernels)
+        return _cast_kernel(
+            builder, recipe, f"{name}_cast_columns", source, written, kernels, access="strided"
+        )
+    if copies > 1:
+        size = recipe.activation_size(elements, copies)
+        return _cast_kernel(
+            builder, recipe, f"{name}_cast_transpose", source, size, kernels, access="strided"
+        )
+    return _cast_kernel(builder, recipe, f"{name}_cast", source, written, kernels)
+
+
+def _cast_kernel(
+    builder: ProgramBuilder,
+    recipe: PrecisionRecipe,
+    name: str,
+    read: float,
+    written: float,
+    kernels: int,
+    *,
+    access: str = "stream",
+) -> int:
     return builder.memory_bound(
-        f"{name}_cast{'_transpose' if copies > 1 else ''}",
+        name,
         OpKind.CAST,
-        read=source,
-        written=recipe.activation_size(elements, copies),
-        access="strided" if copies > 1 else "stream",
+        read=read,
+        written=written,
+        access=access,
         passes=kernels,
         dtype=recipe.element,
     )

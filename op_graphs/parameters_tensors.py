@@ -39,6 +39,8 @@ class ParameterTensor:
     """Whether the tensor belongs to the vision encoder of a vision-language model, or to its projector."""
     in_bf16: bool = False
     """Whether it belongs to a layer that a low-precision recipe leaves out."""
+    is_quantized_head: bool = False
+    """Whether it is the weight of an output head that a low-precision recipe quantises."""
     frozen: bool = False
     """Whether it is not trained: it has no gradient and no optimizer state."""
 

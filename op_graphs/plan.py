@@ -203,6 +203,8 @@ class TrainingPlan:
     """Layers at the start of the model whose linears the recipe leaves in ``dtype``."""
     bf16_last_layers: int = 0
     """Layers at its end, prediction heads not counted, of which the same holds."""
+    fp8_head: bool = False
+    """Whether the recipe quantises the output head too (``--fp8-output-proj``)."""
     fp8_dispatch: bool = False
     """Whether tokens and gradients travel to experts in 8 bits, quantised before they leave."""
     router_padding: bool = False

@@ -1,7 +1,8 @@
 """Low-precision recipes: which operands of a linear are 8 or 4 bits wide, and what that costs in kernels and bytes.
 
 All keep activations, weights and the residual stream in bf16 and run the three GEMMs of a linear (forward, input
-gradient, weight gradient) on quantised operands; head, embedding, router, norms and core attention stay in bf16.
+gradient, weight gradient) on quantised operands; embedding, router, norms and core attention stay in bf16, and so does
+the head, unless ``training.fp8_head`` says otherwise.
 ``fp8-rowwise`` is torchao's (``float8/float8_linear.py``); the others follow Transformer Engine
 (``transformer_engine/pytorch/module/linear.py``, ``layernorm_linear.py``,
 ``grouped_linear.py`` and ``tensor/*``):
@@ -60,6 +61,8 @@ class PrecisionRecipe:
     """Whether no quantised copy outlives its product: inputs stay in bf16, and they, gradients and weights are cast in
     front of each product that reads them, with a scale for each row (torchao ``Float8Linear``;
     ``op_graphs.lower_row_scales``); else inputs and weights of Transformer Engine."""
+    columns_apart: bool = False
+    """Whether the copy along columns of an input or gradient is made by a kernel of its own, which reads it again."""
     gathers_quantized: bool = True
     """Whether sharded inputs and gradients are quantised before they are gathered; else behind it, whole."""
     stored_once: bool = False
@@ -150,7 +153,9 @@ def _mxfp8(capability: int) -> PrecisionRecipe:
 def _nvfp4(capability: int) -> PrecisionRecipe:
     """One-byte scales over 16 elements and one fp32 scale a tensor (NVIDIA 2025, arXiv:2509.25149).
 
-    The second-level scale needs the magnitude of the whole tensor first.
+    The second-level scale needs the magnitude of the whole tensor first. What weight gradients read is rotated by
+    Hadamard matrices of 16 x 16 (Transformer Engine ``NVFP4Quantizer.quantize_impl``): one kernel finds the magnitudes
+    with and without, one casts along rows, and one rotates and casts along columns. Weights are not rotated.
     """
     return PrecisionRecipe(
         name="nvfp4",
@@ -164,6 +169,7 @@ def _nvfp4(capability: int) -> PrecisionRecipe:
         gathered_weight_bytes=2.0,
         fused_grouped_cast=False,
         token_multiple=128,
+        columns_apart=True,
     )
 
 
@@ -234,19 +240,23 @@ _BF16_WEIGHTS = (
 def is_quantized(tensor: ParameterTensor) -> bool:
     """Whether a parameter is the weight of a linear that the recipes quantise."""
     is_matrix = tensor.role == "weight" and len(tensor.shape) == 2
-    return is_matrix and not tensor.in_bf16 and not tensor.name.endswith(_BF16_WEIGHTS)
+    return tensor.is_quantized_head or (
+        is_matrix and not tensor.in_bf16 and not tensor.name.endswith(_BF16_WEIGHTS)
+    )
 
 
 def mark_unquantized(
     tensors: list[ParameterTensor], training: TrainingPlan, layers: int
 ) -> list[ParameterTensor]:
-    """The tensors of a stage of a model with ``layers``, those marked whose layers stay out of the recipe."""
-    return [
-        replace(tensor, in_bf16=True)
-        if not tensor.in_vision and training.in_bf16(tensor.layer, layers)
-        else tensor
-        for tensor in tensors
-    ]
+    """The tensors of a stage of a model with ``layers``, marked where they stay out of the recipe, or are a head in it."""
+    return [_marked(tensor, training, layers) for tensor in tensors]
+
+
+def _marked(tensor: ParameterTensor, training: TrainingPlan, layers: int) -> ParameterTensor:
+    if training.fp8_head and tensor.role == "head":
+        return replace(tensor, is_quantized_head=True)
+    leaves_out = not tensor.in_vision and training.in_bf16(tensor.layer, layers)
+    return replace(tensor, in_bf16=True) if leaves_out else tensor
 
 
 def quantized_elements(tensors: list[ParameterTensor]) -> int:

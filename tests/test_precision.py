@@ -196,7 +196,8 @@ def cast_names(graph: OpGraph, phases: tuple[Phase, ...], microbatch: int) -> li
         (operations.layer == 0) & (operations.microbatch == microbatch) & np.isin(operations.phase, phases)
     )
     names = [graph.strings[operations.name[row]] for row in rows]
-    return [name for name in names if name.endswith(("_cast", "_cast_transpose", "_amax", "_transpose"))]
+    ends = ("_cast", "_cast_transpose", "_cast_columns", "_amax", "_transpose")
+    return [name for name in names if name.endswith(ends)]
 
 
 BACKWARD = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
@@ -210,7 +211,7 @@ BACKWARD = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
         (H100, "fp8-blockwise", "current", ["{}_input_cast_transpose"]),
         (B200, "fp8-tensorwise", "current", ["{}_input_amax", "{}_input_cast"]),
         (B200, "mxfp8", "current", ["{}_input_cast_transpose"]),
-        (B200, "nvfp4", "current", ["{}_input_amax", "{}_input_cast_transpose"]),
+        (B200, "nvfp4", "current", ["{}_input_amax", "{}_input_cast", "{}_input_cast_columns"]),
     ],
 )
 def test_each_input_and_each_gradient_is_quantised_once(hardware, dtype, scaling, forward):

@@ -76,6 +76,7 @@ def precision_mapping(training: TrainingPlan) -> dict[str, Any]:
         "fp8_param_gather": training.fp8_param_gather,
         "bf16_first_layers": training.bf16_first_layers,
         "bf16_last_layers": training.bf16_last_layers,
+        "fp8_head": training.fp8_head,
         "fp8_dispatch": training.fp8_dispatch,
         "fp8_storage": training.fp8_storage,
         "router_padding": training.router_padding,
@@ -107,6 +108,8 @@ def check_precision(
         _check_gather(dtype, parallel, training, problems)
     if training.bf16_first_layers or training.bf16_last_layers:
         _check_bf16_layers(dtype, scaling, model, training, problems)
+    if training.fp8_head:
+        _check_head(dtype, model, training, problems)
     if training.fp8_dispatch:
         _check_dispatch(dtype, model, parallel, problems)
     if training.fp8_storage:
@@ -188,6 +191,21 @@ def _check_gather(dtype: str, parallel: ParallelPlan, training: TrainingPlan, pr
         name = training.optimizer_dtypes.master.name.lower()
         problems.add(
             path, True, f"needs whole master weights, optimizer_dtypes.master is {name}; set master: fp32"
+        )
+
+
+def _check_head(
+    dtype: str, model: ModelDescription | None, training: TrainingPlan, problems: Problems
+) -> None:
+    """Megatron-Core runs the head as a linear of Transformer Engine under MXFP8 alone."""
+    path = "training.fp8_head"
+    if dtype != "mxfp8":
+        problems.add(path, True, f"needs scales of 32 elements, dtype is {dtype}; set dtype: mxfp8")
+    elif training.lora is not None:
+        problems.add(path, True, "has no rule beside frozen weights; leave it, or training.lora, out")
+    elif model is not None and model.tied_embeddings:
+        problems.add(
+            path, True, f"{model.name} shares it with the embedding, which stays in bf16; leave it out"
         )
 
 

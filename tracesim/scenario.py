@@ -211,6 +211,7 @@ def _training(
         fp8_param_gather=values["fp8_param_gather"],
         bf16_first_layers=values["bf16_first_layers"],
         bf16_last_layers=values["bf16_last_layers"],
+        fp8_head=values["fp8_head"],
         fp8_dispatch=values["fp8_dispatch"],
         fp8_storage=values["fp8_storage"],
         router_padding=values["router_padding"],

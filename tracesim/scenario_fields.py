@@ -183,6 +183,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "fp8_param_gather": _flag(_TRAINING.fp8_param_gather),
         "bf16_first_layers": _amount(_TRAINING.bf16_first_layers),
         "bf16_last_layers": _amount(_TRAINING.bf16_last_layers),
+        "fp8_head": _flag(_TRAINING.fp8_head),
         "fp8_dispatch": _flag(_TRAINING.fp8_dispatch),
         "fp8_storage": _flag(_TRAINING.fp8_storage),
         "router_padding": _flag(_TRAINING.router_padding),

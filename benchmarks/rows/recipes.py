@@ -45,6 +45,8 @@ class Recipe:
     """``use_fused_weighted_squared_relu``."""
     bf16_last_layers: int = 0
     """``num_layers_at_end_in_bf16``, where ``first_last_layers_bf16`` is set."""
+    fp8_head: bool = False
+    """``fp8_output_proj``."""
     fuses_experts: bool = False
     """Whether activation and quantisation are part of the experts' products (``use_transformer_engine_op_fuser``)."""
 
@@ -86,7 +88,15 @@ def bridge_recipe(
         recipe = _llama(model, gpu, precision, sharded=parallel.get("zero") == 3)
     overlaps = recipe.overlaps_experts and (parallel.get("pp", 1) == 1 or parallel.get("vpp", 1) > 1)
     fuses = recipe.cuda_graphs == _WHOLE and model.startswith(("deepseek", "kimi", "qwen3-"))
-    return replace(recipe, overlaps_experts=overlaps, fuses_experts=fuses)
+    head = precision == "mxfp8" and _quantizes_head(model, gpu, release)
+    return replace(recipe, overlaps_experts=overlaps, fuses_experts=fuses, fp8_head=head)
+
+
+def _quantizes_head(model: str, gpu: str, release: tuple[int, int]) -> bool:
+    """Builders of DeepSeek-V3 for GB200 and GB300 set ``fp8_output_proj`` beside MXFP8, that of GPT-OSS for GB300."""
+    if model.startswith("deepseek-v3"):
+        return gpu in ("gb200", "gb300")
+    return model == "gpt-oss-120b" and gpu == "gb300" and release >= CAPTURED_MOE
 
 
 def _captures_mixture(gpu: str, precision: str, release: tuple[int, int]) -> bool:

@@ -175,6 +175,7 @@ def _apply_recipe(mapping: dict[str, Any], row: Mapping[str, Any]) -> None:
     training["recompute"] = recipe.recompute_setting
     training["cuda_graphs"] = list(recipe.cuda_graphs) or None
     training["bf16_last_layers"] = recipe.bf16_last_layers
+    training["fp8_head"] = recipe.fp8_head
     drops = "tokendrop" in str(mapping_at(row, "model").get("name"))
     if drops:
         base = mapping["model"]

@@ -211,7 +211,6 @@ REFUSED = {
     "fp32-residual-connection": "residuals in fp32 beside layers in half precision have no rule",
     "fp16-lm-cross-entropy": "a loss in half precision has no rule",
     "fp8-(dot-product|multi-head)-attention": "attention on 8-bit operands has no rule",
-    "fp8-output-proj": "an output head on 8-bit operands has no rule",
     "fp4-param-gather": "gathering weights in 4 bits has no rule",
     "no-fp8-wgrad|disable-fp8-wgrad": "weight gradients in another precision than the rest have no rule",
     "te-precision-config-file|quant-recipe|use-kitchen.*|kitchen-.*": _ANOTHER_KERNEL,

@@ -247,6 +247,7 @@ def _precision(arguments: Arguments) -> dict[str, Any]:
         precision |= _FP8.get(recipe, {})
         precision["fp8_param_gather"] = arguments.flag("fp8-param-gather") or arguments.flag("fp8-param")
         arguments.flag("reuse-grad-buf-for-mxfp8-param-ag")
+        precision["fp8_head"] = arguments.flag("fp8-output-proj")
     if arguments.text("fp4-format") or arguments.text("fp4"):
         precision["dtype"] = "nvfp4"
         arguments.text("fp4-recipe")
