@@ -248,7 +248,7 @@ def is_quantized(tensor: ParameterTensor) -> bool:
 def mark_unquantized(
     tensors: list[ParameterTensor], training: TrainingPlan, layers: int
 ) -> list[ParameterTensor]:
-    """The tensors of a stage of a model with ``layers``, marked where they stay out of the recipe, or are a head in it."""
+    """Tensors of a stage of a model with ``layers``, marked where they stay out of the recipe or are a head in it."""
     return [_marked(tensor, training, layers) for tensor in tensors]
 
 
