@@ -84,7 +84,7 @@ NOTES: dict[str, SourceNote] = {
         "NeMo recipes on H100 to GB300",
         "rate of 8-bit products: 49 dense rows, those of nemo-* included; host.operation_us of the H100: 13 rows",
         "mixtures of experts: what the host takes for eager ones, and fused kernels of the captured ones that are "
-        "not lowered; recipes are read by release where a row does not state them. Nemotron 3 is 4 to 30 % too "
+        "not lowered; recipes are read by release where a row does not state them. Nemotron 3 is 3 to 22 % too "
         "fast, most on GB200 and with NVFP4; the cause was not found: scans are costed by timings of other "
         "sources, their gradients by one training rate. The step of GPT OSS in 26.06.01 took 1.6 times what the "
         "same recipe took in 26.06 and 26.08",
