@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from op_graphs.chunk import Chunk
 from op_graphs.graph import OpGraph
 from op_graphs.graph_names import GraphNames
 from op_graphs.imbalance import stage_loads
-from op_graphs.lower_stage import Chunk, lower_chunk
+from op_graphs.lower_stage import lower_chunk
 from op_graphs.lower_step import lower_rank
 from op_graphs.lowering_context import LoweringContext
 from op_graphs.precision import precision_recipe

@@ -34,8 +34,6 @@ NOT_RUNS = frozenset({"calculon-validation", "megatron-bridge-ablations"})
 PROFILED = frozenset({"ccl-bench"})
 """Sources whose steps were taken from traces, so that the profiler's own work is in their times."""
 LEAST_TAIL = 2.5
-FULL_DEVICES = frozenset({"torchtitan-bench"})
-"""Sources whose reserved memory is what the device had room for: 84 of 95 GiB at every length of the sequence."""
 PERCENTS = (0, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 98, 100)
 _TARGET = Path(__file__).resolve().parent.parent / "tracesim" / "residuals.yaml"
 
@@ -52,7 +50,7 @@ def ratios_of(rows: Sequence[Mapping[str, Any]]) -> Ratios:
         figures = {"allocated": ALLOCATED, "reserved": RESERVED}
         figures["time"] = time_figure(row["world_size"], _gpus_per_domain(row["hardware"]))
         for key, figure in figures.items():
-            if key in row and not (key == "reserved" and row["source"] in FULL_DEVICES):
+            if key in row:
                 ratio = row[key]["measured"] / row[key]["predicted"]
                 found[figure].setdefault(row["source"], []).append(ratio)
     for source, ratios in found[ALLOCATED].items():

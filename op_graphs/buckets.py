@@ -32,10 +32,12 @@ class Bucket:
     quantized_elements: int = 0
     """Elements of weights that a low-precision recipe quantises."""
     unit: str = ""
-    """Layer number, ``embedding`` or ``head``, where a bucket is one unit of a sharded model."""
+    """Layer number, ``embedding``, ``head`` or ``root``, where a bucket is one unit of a sharded model."""
     frozen_elements: int = 0
     """Elements without a gradient, which are gathered but never reduced."""
     frozen_modules: tuple[str, ...] = ()
+    gradient_elements: tuple[tuple[str, int], ...] = ()
+    """Of a unit, the trained modules and the elements of each, in the order in which backward completes them."""
 
     @property
     def trained_elements(self) -> int:
@@ -86,17 +88,30 @@ def _form(
     return buckets
 
 
-def form_units(tensors: Sequence[ParameterTensor]) -> tuple[Bucket, ...]:
+ROOT = "root"
+"""The unit that both ends of the model form together."""
+ENDS = ("embedding", "head")
+"""Units of the ends of a model by themselves."""
+
+
+def form_units(tensors: Sequence[ParameterTensor], *, root: bool = False) -> tuple[Bucket, ...]:
     """Buckets of one layer each, in the order in which backward completes them; experts of a layer are their own.
 
-    Parameters outside of layers form a unit with others of the same end of the model.
+    Parameters outside of layers form a unit with others of the same end of the model, or with ``root`` of both.
     """
     elements: dict[tuple[str, Dimension], int] = {}
     quantized: dict[tuple[str, Dimension], int] = {}
     modules: dict[tuple[str, Dimension], dict[str, None]] = {}
     frozen: dict[tuple[str, Dimension], list[ParameterTensor]] = {}
+    learned: dict[tuple[str, Dimension], dict[str, int]] = {}
     for tensor in reversed(tensors):
-        key = (unit_of(tensor), Dimension.EDP if tensor.is_expert else Dimension.DP)
+        unit = unit_of(tensor)
+        unit = ROOT if root and unit in ENDS else unit
+        key = (unit, Dimension.EDP if tensor.is_expert else Dimension.DP)
+        if not tensor.frozen:
+            of_unit = learned.setdefault(key, {})
+            module = parameter_module(tensor)
+            of_unit[module] = of_unit.get(module, 0) + tensor.elements
         elements[key] = elements.get(key, 0) + tensor.elements
         quantized[key] = quantized.get(key, 0) + quantized_elements([tensor])
         modules.setdefault(key, {})[parameter_module(tensor)] = None
@@ -110,6 +125,7 @@ def form_units(tensors: Sequence[ParameterTensor]) -> tuple[Bucket, ...]:
             unit,
             elements_of(frozen[unit, dimension]),
             tuple(dict.fromkeys(map(parameter_module, frozen[unit, dimension]))),
+            tuple(learned.get((unit, dimension), {}).items()),
         )
         for (unit, dimension), count in elements.items()
     )

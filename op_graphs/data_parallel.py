@@ -5,7 +5,7 @@ reduce-scattered, updated weights gathered (Megatron's distributed optimizer). 2
 reduce-scattered after every microbatch (Rajbhandari et al. 2020, "ZeRO", section 5). 3 also shards weights: a unit,
 one layer, is gathered before it runs and dropped behind it (PyTorch FSDP2, ``torch.distributed.fsdp.fully_shard``);
 with pipeline parallelism gradients are reduced at the end of the step, and units stay gathered over it, as torchtitan
-does, unless ``reshard`` says otherwise.
+does, unless ``reshard`` says otherwise (:mod:`.chunk_buffers` has what they hold until then).
 ``hsdp_shard`` shards over groups of that many ranks and replicates across them. With ``whole_tensors`` the states of a
 tensor lie on one rank of ZeRO 1 (:mod:`.whole_tensors`), and the represented rank is the fullest.
 """
@@ -84,6 +84,15 @@ class DataParallelism:
         return self.zero >= 2 and not self.context.parallel.keeps_gradients_whole
 
     @property
+    def drops_gradients(self) -> bool:
+        """Whether a rank's gradients are what reductions leave, and are dropped before the next step's forward.
+
+        Without a pipeline, those of several microbatches are added to what the first one left, which stays.
+        """
+        single = self.context.training.num_microbatches == 1 and self.context.training.offload.optimizer == 0
+        return self.zero == 3 and (single or not self.reduces_every_microbatch)
+
+    @property
     def whole_tensors(self) -> bool:
         """Whether the states of a tensor lie whole on one rank."""
         return self.zero == 1 and self.context.parallel.whole_tensors
@@ -96,7 +105,7 @@ class DataParallelism:
     def buckets(self, tensors: list[ParameterTensor], *, split: bool) -> tuple[Bucket, ...]:
         """What is communicated together: layers where units are sharded, else Megatron's buckets."""
         if self.zero == 3:
-            return form_units(tensors)
+            return form_units(tensors, root=self.context.parallel.root_unit)
         # Frozen weights are whole on every rank, and in no buffer.
         tensors = trained(tensors)
         if self.zero == 2:
@@ -152,16 +161,13 @@ class DataParallelism:
         states = OPTIMIZERS[context.training.optimizer].state_bytes(updated)
         master = 0.0 if context.dtype is DType.FP32 else context.training.optimizer_dtypes.master.itemsize
         if self.zero == 3:
-            # The sharded parameter is the fp32 master; computing copies are gathered in the training dtype.
-            gathered = 0 if self.gathers_by_unit else context.item * whole
-            # Gradients that wait for the end of the step are added up in the type in which they are reduced
-            # (FSDP2 ``to_accumulated_grad_if_needed``).
-            waiting = 0.0 if self.reduces_every_microbatch else context.gradient_dtype.itemsize * learned
-            gradients = 4 * sharded + waiting
+            # The sharded parameter is the fp32 master; computing copies are gathered in the training dtype, and gone
+            # between steps (``op_graphs.chunk_buffers``).
+            gradients = 0.0 if self.drops_gradients else 4 * sharded
             # Frozen weights have no fp32 master: they are loaded, and stay, in the training dtype.
             frozen = context.item * self._frozen_shard(tensors)
             return {
-                MemoryCategory.WEIGHTS: round(4 * sharded + frozen + gathered),
+                MemoryCategory.WEIGHTS: round(4 * sharded + frozen),
                 MemoryCategory.GRADIENTS: round(gradients),
                 MemoryCategory.OPTIMIZER_STATES: round(states),
             }

@@ -249,6 +249,8 @@ class Startup(Table):
     """Bytes."""
     until: Int64
     """Entry before whose allocation it is released, or -1: it stays."""
+    pool: Int8
+    """Of which stream's blocks it is, as :attr:`Buffers.pool`."""
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,7 @@ def logits_forward(builder: ProgramBuilder, context: LoweringContext, normalized
 def loss_forward(builder: ProgramBuilder, context: LoweringContext, logits: Tensor, rows: int) -> Tensor:
     """Emit the loss of so many rows of logits; returns what it keeps: the logits, or in their place a softmax."""
     builder.module = "loss"
-    if context.training.cross_entropy == "te":
+    if context.training.cross_entropy in ("te", "compiled"):
         _fused_loss_forward(builder, context, rows)
         return logits
     if context.training.cross_entropy == "native":
@@ -356,8 +356,10 @@ def _torch_loss_forward(
 ) -> Tensor:
     """``torch.nn.functional.cross_entropy`` of logits cast to fp32: their logarithmic softmax is kept.
 
+    The logits are the model's output, which the training loop holds until it has the loss.
+
     Over ranks that share the vocabulary, maximum and sum are reduced (``torch/distributed/tensor/parallel/loss.py``),
-    which takes the kernel apart into three.
+    which takes the kernel apart into three, with one more tensor of the logits' size between them.
     """
     elements = float(rows) * context.local_vocab
     half, single = context.item * elements, 4 * elements
@@ -365,7 +367,6 @@ def _torch_loss_forward(
         "logits_to_fp32", OpKind.CAST, read=half, written=single, access="stream", dtype=DType.FP32
     )
     in_fp32 = builder.temporary("logits_fp32", single, cast)
-    builder.release(logits, cast)
     kernels = 1
     if context.tp > 1:
         kernels = 3
@@ -381,7 +382,11 @@ def _torch_loss_forward(
         dtype=DType.FP32,
     )
     kept = builder.activation("log_softmax_fp32", single, row)
+    if context.tp > 1:
+        builder.temporary("shifted_logits", single, row, until=row)
     builder.release(in_fp32, row)
+    if not context.held_outputs:
+        builder.release(logits, row)
     return kept
 
 
@@ -404,6 +409,8 @@ def _torch_loss_backward(
         dtype=DType.FP32,
     )
     in_fp32 = builder.temporary("logit_gradient_fp32", single, row)
+    if context.tp > 1:
+        builder.temporary("exponentials", single, row, until=row)
     builder.release(kept, row)
     builder.release(picked, row)
     row = builder.memory_bound(
@@ -466,11 +473,16 @@ def loss_backward(builder: ProgramBuilder, context: LoweringContext, kept: Tenso
         return _torch_loss_backward(builder, context, kept, rows)
     elements = float(rows) * context.local_vocab
     half = context.item * elements
-    if context.training.cross_entropy == "te":
-        builder.memory_bound(
+    if context.training.cross_entropy in ("te", "compiled"):
+        row = builder.memory_bound(
             "cross_entropy_backward", OpKind.LOSS, read=half, written=half, dtype=context.dtype
         )
         d_logits = kept
+        if context.training.cross_entropy == "compiled":
+            # A compiler does not write into what autograd keeps.
+            d_logits = builder.temporary("logit_gradient", half, row)
+            if not context.held_outputs:
+                builder.release(kept, row)
     else:
         row = builder.memory_bound(
             "cross_entropy_backward", OpKind.LOSS, read=4 * elements, written=4 * elements, dtype=DType.FP32
@@ -486,13 +498,3 @@ def loss_backward(builder: ProgramBuilder, context: LoweringContext, kept: Tenso
         if in_fp32 is not None:
             builder.release(in_fp32, row)
     return d_logits
-
-
-def copy_through(builder: ProgramBuilder, context: LoweringContext, received: Tensor) -> Tensor:
-    """What a stage that holds nothing does with what it receives: Megatron-Core's empty block clones it."""
-    size = context.hidden_bytes
-    row = builder.memory_bound(
-        "empty_stage_copy", OpKind.MEMCPY, read=size, written=size, dtype=context.dtype
-    )
-    builder.release(received, row)
-    return builder.temporary("empty_stage_output", size, row)

@@ -147,7 +147,12 @@ def _feed_forward_block_forward(
     if not context.ends_early or context.model.hidden_dropout > 0:
         output, mask = _bias_dropout_add(builder, context, "mlp_residual", projected)
     kept_output: Tensor | None = None
-    if builder.keep_activations and context.recomputes(Part.RESIDUAL):
+    if (
+        builder.keep_activations
+        and context.recomputes(Part.RESIDUAL)
+        and context.libraries.runs_eagerly("mlp")
+    ):
+        # Nothing reads it, which a compiler sees and a checkpoint that keeps what operators return does not.
         kept_output = builder.activation("mlp_output", context.hidden_bytes, builder.last_row)
     if builder.keep_activations and _projects_again(context):
         builder.release(block_input, builder.last_row)

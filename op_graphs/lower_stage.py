@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 
 from .adapters import with_adapters
 from .buckets import Bucket
+from .chunk import Chunk, ChunkPrograms
+from .chunk_buffers import chunk_buffers
 from .data_parallel import DataParallelism
 from .lower_checkpoint import host_enters, host_runs_again
 from .lower_ends import (
     EmbeddingSaved,
     HeadSaved,
-    copy_through,
     embedding_backward,
     embedding_forward,
     head_backward,
@@ -46,54 +47,12 @@ from .lower_vision import (
 from .lowering_context import LoweringContext
 from .offload_activations import LAYER, begin_backward, begin_part, offload
 from .overlap.registry import GRADIENTS, PARAMETERS
-from .parameters import ParameterTensor, parameters_on_stage
+from .parameters import parameters_on_stage
 from .precision import mark_unquantized
 from .program import Program, ProgramBuilder, Tensor
 from .recompute import recomputed_layers
 from .unit_communication import GradientReduction, ShardedWeights
-from .vocabulary import MemoryCategory, Phase
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Which part of the model a program covers."""
-
-    stage: int
-    """Global stage: chunk * pp + pipeline rank."""
-    index: int
-    """Model chunk on its rank."""
-    layers: range
-    has_embedding: bool
-    has_head: bool
-    has_encoder: bool | None = None
-    """Whether a vision-language model's encoder lies here; None where the embedding does."""
-
-    def encodes(self, context: LoweringContext) -> bool:
-        """Whether a vision encoder runs in this chunk."""
-        here = self.has_embedding if self.has_encoder is None else self.has_encoder
-        return here and context.model.vision is not None
-
-
-@dataclass(frozen=True)
-class ChunkPrograms:
-    """Programs of a chunk; ``first``/``last`` are the variants with data-parallel communication.
-
-    The backward exists whole, and for schedules that split it (zero-bubble ones) as one for the input and one for the
-    weights; None for others.
-    """
-
-    chunk: Chunk
-    forward: Program
-    forward_first: Program
-    backward: Program
-    backward_last: Program
-    backward_input: Program | None
-    backward_weight: Program | None
-    backward_weight_last: Program | None
-    parameters: tuple[ParameterTensor, ...]
-    buckets: tuple[Bucket, ...]
-    sent_bytes: int | None = None
-    """Bytes passed to the next stage, and of the gradient that comes back; None: those of a hidden state."""
+from .vocabulary import MemoryCategory, OpKind, Phase
 
 
 @dataclass
@@ -124,6 +83,8 @@ class _ForwardSaved:
     head: HeadSaved | PredictionSaved | ClassifierSaved | None
     weights: dict[str, list[Tensor]]
     """Gathered weights that stay until the backward pass, by unit."""
+    output: Tensor | None = None
+    """What was sent, where that stays until the backward pass."""
 
 
 def lower_chunk(context: LoweringContext, chunk: Chunk, *, splits_backward: bool = True) -> ChunkPrograms:
@@ -166,6 +127,7 @@ def lower_chunk(context: LoweringContext, chunk: Chunk, *, splits_backward: bool
         parameters=tuple(parameters),
         buckets=buckets,
         sent_bytes=round(image_token_bytes(context)) if lowering.encodes_alone else None,
+        held=chunk_buffers(rules, buckets),
     )
 
 
@@ -211,11 +173,12 @@ class _ChunkLowering:
             vision, hidden = self._vision_forward(builder, weights)
         else:
             # The receive buffer; it exists from the moment the first kernel of the chunk reads it.
-            hidden = builder.allocate(
-                "received_activation", context.hidden_bytes, 0, MemoryCategory.ACTIVATIONS
-            )
+            # Where each microbatch has a buffer of its own, it is there already.
+            size = 0.0 if context.held_outputs else context.hidden_bytes
+            hidden = builder.allocate("received_activation", size, 0, MemoryCategory.ACTIVATIONS)
         blocks, hidden = self._layers_forward(builder, weights, hidden)
         head: HeadSaved | PredictionSaved | ClassifierSaved | None = None
+        output: Tensor | None = None
         if chunk.has_head and context.model.mtp_layers:
             head = prediction_forward(builder, context, hidden, weights)
         elif chunk.has_head:
@@ -225,14 +188,16 @@ class _ChunkLowering:
             weights.leave("head")
         else:
             if not len(builder):
-                hidden = copy_through(builder, context, hidden)
+                hidden = _copy_through(builder, context, hidden)
             # Of an embedding alone the collective behind it is the last to write the output.
             builder.output_row = builder.last_row if chunk.layers else builder.end_row
             # The output is handed to the next stage; the framework frees it once it is sent.
-            builder.release(hidden, builder.output_row)
+            output = hidden if context.held_outputs and chunk.layers else None
+            if output is None:
+                builder.release(hidden, builder.output_row)
         if mask is not None:
             builder.release(mask, builder.last_row)
-        return builder, _ForwardSaved(vision, embedding, blocks, head, weights.kept())
+        return builder, _ForwardSaved(vision, embedding, blocks, head, weights.kept(), output)
 
     def _attention_mask(self, builder: ProgramBuilder) -> Tensor | None:
         """The mask of the data loader, a byte a pair of tokens, which first and last stage hold during forward."""
@@ -351,7 +316,7 @@ class _ChunkLowering:
         builder.casts_weights = self.context.quantizes_weights_anew
         weights = ShardedWeights(builder, self.rules, self._units(backward=True), saved.weights)
         weights.with_buckets(self.buckets)
-        reduction = GradientReduction(builder, self.rules, buckets)
+        reduction = GradientReduction(builder, self.rules, buckets, self.buckets)
         if isinstance(saved.head, PredictionSaved):
             gradient = prediction_backward(builder, context, saved.head, weights)
             if self.chunk.has_embedding:
@@ -368,6 +333,7 @@ class _ChunkLowering:
             reduction.emit_complete()
         else:
             size = image_token_bytes(context) if self.encodes_alone else context.hidden_bytes
+            size = 0.0 if context.held_outputs else size
             gradient = builder.allocate("received_gradient", size, builder.lead, MemoryCategory.TEMPORARY)
         gradient = self._layers_backward(builder, weights, reduction, saved.blocks, gradient)
         if saved.embedding is not None:
@@ -376,9 +342,11 @@ class _ChunkLowering:
             self._vision_backward(builder, weights, reduction, saved.vision, gradient)
         else:
             if not len(builder):
-                gradient = copy_through(builder, context, gradient)
+                gradient = _copy_through(builder, context, gradient)
             builder.output_row = builder.last_row
             builder.release(gradient, builder.last_row)
+        if saved.output is not None:
+            builder.release(saved.output, builder.last_row)
         return builder
 
     def _layers_backward(
@@ -462,7 +430,7 @@ class _ChunkLowering:
         )
         # Gradients without a GEMM (norms, biases, embeddings) are complete after the first half.
         builder.gradient_rows.update(dict.fromkeys(backward_input.gradient_rows, -1))
-        reduction = GradientReduction(builder, self.rules, buckets)
+        reduction = GradientReduction(builder, self.rules, buckets, self.buckets)
         assert backward_input.deferred is not None
         left = Counter(gemm.parameter for gemm in backward_input.deferred)
         done = run_deferred(builder, backward_input.deferred)
@@ -492,3 +460,13 @@ def _recompute(
     host_runs_again(builder, context)
     builder.phase = Phase.BACKWARD_INPUT
     return layers
+
+
+def _copy_through(builder: ProgramBuilder, context: LoweringContext, received: Tensor) -> Tensor:
+    """What a stage that holds nothing does with what it receives: Megatron-Core's empty block clones it."""
+    size = context.hidden_bytes
+    row = builder.memory_bound(
+        "empty_stage_copy", OpKind.MEMCPY, read=size, written=size, dtype=context.dtype
+    )
+    builder.release(received, row)
+    return builder.temporary("empty_stage_output", size, row)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from .adapters import trained
 from .buckets import form_buckets
+from .chunk import Chunk, ChunkPrograms
 from .data_parallel import DataParallelism
-from .lower_stage import ChunkPrograms
 from .lower_vision import image_token_bytes
 from .lowering_context import LoweringContext
 from .offload_optimizer import emit_gradient_copies, emit_host_updates, host_state_bytes, split_shard
@@ -101,6 +101,8 @@ def _before(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> Progra
 def _after(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> Program:
     builder = ProgramBuilder(context.names, chunk=-1, phase=Phase.GRADIENT_SYNC)
     rules = DataParallelism(context)
+    if context.held_outputs and any(chunk.chunk.has_head for chunk in chunks):
+        _merge_outputs(builder, context)
     if not GRADIENTS.chosen(context.overlap.grad_reduce).in_backward and not rules.reduces_every_microbatch:
         for chunk in chunks:
             for bucket in filter(rules.reduces, chunk.buckets):
@@ -327,6 +329,29 @@ def _beside_the_weights(
     return buffers
 
 
+def _received(context: LoweringContext, parts: Sequence[Chunk]) -> list[PersistentBuffer]:
+    """A buffer for each microbatch's input and one for the gradient of its output (``stage.py``, ``_RecvInfo``)."""
+    ends = 0, context.parallel.stages - 1
+    count = sum(part.stage != ends[0] for part in parts) + sum(part.stage != ends[1] for part in parts)
+    one = PersistentBuffer("received", round(context.hidden_bytes), MemoryCategory.COMMUNICATION)
+    return [one] * (count * context.training.num_microbatches)
+
+
+def _merge_outputs(builder: ProgramBuilder, context: LoweringContext) -> None:
+    """The logits of all microbatches become one tensor, which the last stage returns (``merge_chunks``)."""
+    builder.module = "head"
+    size = context.training.num_microbatches * context.item * context.tokens * context.local_vocab
+    row = builder.memory_bound(
+        "merged_outputs",
+        OpKind.MEMCPY,
+        read=size,
+        written=size,
+        dtype=context.dtype,
+        phase=Phase.FORWARD,
+    )
+    builder.temporary("merged_outputs", size, row, until=row)
+
+
 def _pipeline_buffers(context: LoweringContext, chunks: Sequence[ChunkPrograms]) -> list[PersistentBuffer]:
     """What the pipeline loop of Megatron-Core holds on to (``pipeline_parallel/schedules.py``).
 
@@ -336,7 +361,9 @@ def _pipeline_buffers(context: LoweringContext, chunks: Sequence[ChunkPrograms])
     """
     training, buffers = context.training, []
     parts = [chunk.chunk for chunk in chunks]
-    if context.parallel.pp > 1 and not any(part.has_embedding or part.encodes(context) for part in parts):
+    if context.held_outputs:
+        buffers += _received(context, parts)
+    elif context.parallel.pp > 1 and not any(part.has_embedding or part.encodes(context) for part in parts):
         buffers.append(
             PersistentBuffer("sent_gradient", round(context.hidden_bytes), MemoryCategory.COMMUNICATION)
         )

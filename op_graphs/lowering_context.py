@@ -201,6 +201,11 @@ class LoweringContext:
             return f"mtp.layers.{0 if self.model.mtp_repeated else head}.transformer_layer.{part}"
         return f"{self.module_prefix}decoder.layers.{layer}.{path}"
 
+    @property
+    def held_outputs(self) -> bool:
+        """Whether a stage holds what it receives and sends as ``torch.distributed.pipelining`` has it."""
+        return self.libraries.torch_pipelining and self.parallel.pp > 1
+
     def unit(self, layer: int) -> str:
         """The unit of weights of a layer (``op_graphs.buckets.unit_of``)."""
         return f"vision.{layer}" if self.module_prefix else str(layer)

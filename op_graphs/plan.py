@@ -81,9 +81,10 @@ class OptimizerDTypes:
     moments: DType = DType.FP32
 
 
-CrossEntropy = Literal["unfused", "native", "te", "torch"]
+CrossEntropy = Literal["unfused", "native", "te", "torch", "compiled"]
 """Kernels of the loss: Megatron-Core's one by one, the same compiled together (``--cross-entropy-fusion-impl native``),
-Transformer Engine's, which works in place on the logits, or PyTorch's own on logits in fp32, which does not."""
+Transformer Engine's, which works in place on the logits, PyTorch's own on logits in fp32, which does not, or those that
+a compiler makes of it, which take the passes of Transformer Engine's and leave the logits as they are."""
 
 
 EAGER_PARTS = ("norms", "positions", "attention", "mlp", "optimizer")
@@ -137,6 +138,13 @@ class LibraryPlan:
     made again (``op_graphs.lower_checkpoint``); else in backward passes that are written by hand."""
     cublas_workspace_kib: int | None = None
     """What ``CUBLAS_WORKSPACE_CONFIG`` gives cuBLAS for each thread and stream; None is PyTorch's default."""
+    torch_pipelining: bool = False
+    """Whether pipeline stages are those of ``torch.distributed.pipelining``, which hold more than Megatron-Core's: a
+    buffer of their own for each microbatch that they receive and for the gradient of each that they send, what they
+    sent until its backward, and on the last stage the logits of all microbatches until the end, where they are put
+    together."""
+    expandable_segments: bool = False
+    """Whether the segments of the caching allocator grow (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``)."""
 
     def runs_eagerly(self, part: str) -> bool:
         """Whether a part of :data:`EAGER_PARTS` is tensor operations that run one by one."""
@@ -303,6 +311,10 @@ class ParallelPlan:
     """With ``zero: 3``, whether a unit is one flat parameter (PyTorch FSDP of the first generation, DeepSpeed), into
     which a gather writes directly; else each parameter is sharded by itself (FSDP2), so that what is gathered is copied
     apart, and gradients are copied together."""
+    root_unit: bool = False
+    """With ``zero: 3``, whether embedding, final norm and head are one unit, which stays gathered from its first use in
+    forward to its last in backward: what ``fully_shard(model)`` and FSDP of the first generation are left with around
+    layers that are units of their own; else each end of the model is a unit as a layer is."""
     whole_tensors: bool = False
     """With ``zero: 1``, whether the states of a tensor lie whole on one rank (Colossal-AI, InternEvo), which broadcasts
     it behind its update; else ranks have equal slices of one buffer (Megatron-Core, DeepSpeed)."""

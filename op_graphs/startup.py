@@ -31,7 +31,7 @@ from .graph import GemmShape, Operations, Shape, Startup
 from .lowering_context import LoweringContext
 from .parameters import ParameterTensor, elements_of
 from .plan import OptimizerDTypes
-from .vocabulary import Dimension, DType, MemoryCategory, OpKind, Phase
+from .vocabulary import REDUCTION_POOL, Dimension, DType, MemoryCategory, OpKind, Phase, Stream
 
 MOST_RANKS = 8
 """Ranks of a stage with shards of their own that are described; of more, so many, evenly chosen."""
@@ -66,6 +66,7 @@ class StartupEntry:
     first_use: FirstUse = FirstUse.BEFORE
     weight: tuple[int, ...] = ()
     until: int = -1
+    pool: int = Stream.COMPUTE
 
 
 @dataclass
@@ -74,9 +75,15 @@ class _Entries:
 
     rows: list[StartupEntry] = field(default_factory=list)
 
-    def add(self, size: float, first_use: FirstUse = FirstUse.BEFORE, weight: tuple[int, ...] = ()) -> int:
+    def add(
+        self,
+        size: float,
+        first_use: FirstUse = FirstUse.BEFORE,
+        weight: tuple[int, ...] = (),
+        pool: int = Stream.COMPUTE,
+    ) -> int:
         """Append an allocation and return its number; one of 0 bytes is appended too, and takes no block."""
-        self.rows.append(StartupEntry(round(size), first_use, weight))
+        self.rows.append(StartupEntry(round(size), first_use, weight, pool=pool))
         return len(self.rows) - 1
 
     def release(self, number: int) -> None:
@@ -117,8 +124,10 @@ def _entries(
         _parameters_and_gradients(entries, tensors, totals, in_buffer=rules.zero == 1)
     else:
         for category in (MemoryCategory.WEIGHTS, MemoryCategory.GRADIENTS):
+            # A gradient of FSDP is what a reduction left.
+            reduced = rules.zero == 3 and category is MemoryCategory.GRADIENTS
             for size in rules.persistent_allocations(tensors, category, totals[category]):
-                entries.add(size)
+                entries.add(size, pool=REDUCTION_POOL if reduced else Stream.COMPUTE)
     states = rules.persistent_allocations(
         tensors, MemoryCategory.OPTIMIZER_STATES, totals[MemoryCategory.OPTIMIZER_STATES]
     )
@@ -196,6 +205,7 @@ def place(
         row=np.array([rows[entry.first_use, entry.weight] for entry in entries], dtype=np.int64),
         size=np.array([entry.size for entry in entries], dtype=np.int64),
         until=np.array([entry.until for entry in entries], dtype=np.int64),
+        pool=np.array([entry.pool for entry in entries], dtype=np.int8),
     )
 
 

@@ -114,6 +114,11 @@ class Stream(IntEnum):
     COPY_TO_DEVICE = 11
 
 
+REDUCTION_POOL = len(Stream)
+"""Blocks of the stream on which PyTorch's FSDP reduces gradients. It gathers on another; both are drawn as one, but the
+allocator has free blocks for each."""
+
+
 class TrackRole(IntEnum):
     """What a track of a :class:`~op_graphs.timeline.Timeline` shows.
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from op_graphs.chunk import ChunkPrograms
 from op_graphs.columns import Int64
 from op_graphs.graph import OPERATION_DEFAULTS, Buffers, Operations, OpGraph, RankStartup, Segments
-from op_graphs.lower_stage import ChunkPrograms
 from op_graphs.lower_step import RankPrograms
 from op_graphs.overlap.policy import RankTransfers
 from op_graphs.overlap.registry import TRANSFERS
@@ -29,7 +29,8 @@ from op_graphs.startup import place
 from op_graphs.vocabulary import Communication, OpKind, Phase, Stream
 
 from .actions import Action, ActionKind, Schedule, ScheduleError
-from .copies import ProgramCopies
+from .copies import Part, ProgramCopies
+from .held_buffers import held_buffers
 from .interleave import Interleaved, interleave
 from .order import requirements
 
@@ -79,24 +80,6 @@ def assemble(
     return assembly.finish()
 
 
-@dataclass
-class _Part:
-    """A copied program, or a single transfer."""
-
-    program: Program
-    base: int
-    rank: int
-    microbatch: int
-    name: str
-    stage: int
-    action: Action | None
-
-    @property
-    def begin(self) -> int:
-        """First row that does not start ahead of the action."""
-        return self.base + self.program.lead
-
-
 @dataclass(frozen=True)
 class _Streams:
     """The streams of a program."""
@@ -132,10 +115,10 @@ class _Assembly:
         self.overlap = overlap
         self.transfers = TRANSFERS.chosen(overlap.p2p)
         self.names = names
-        self.parts: list[_Part] = []
+        self.parts: list[Part] = []
         self.rows = 0
         self.edges: list[tuple[int, int]] = []
-        self.by_action: dict[Action, _Part] = {}
+        self.by_action: dict[Action, Part] = {}
         self.transfer_rows: dict[Action, int] = {}
         self.produced: dict[Action, int] = {}
         self._transfer_programs: dict[tuple[ActionKind, int, int, int], Program] = {}
@@ -149,7 +132,7 @@ class _Assembly:
         self._pairs: dict[tuple[int, int], Interleaved] = {}
         self.microbatches: list[tuple[Int64, int]] = []
         """Rows of interleaved programs and the microbatch they belong to."""
-        self.holders: list[_Part] = []
+        self.holders: list[Part] = []
         """What holds the buffers of each compute action."""
 
     # -- one rank after another ------------------------------------------------------------------------------
@@ -182,7 +165,7 @@ class _Assembly:
         name = "+".join(f"{part.kind.value}{part.microbatch}" for part in action.parts)
         if len(programs) == 1:
             placed = self._add(state, programs[0], rank, name, action)
-            held: tuple[_Part, ...] = (placed,)
+            held: tuple[Part, ...] = (placed,)
             entry = placed.base + programs[0].input_row
         else:
             merged = self._interleaved(programs[0], programs[1])
@@ -215,7 +198,7 @@ class _Assembly:
                 self.produced[part] = placed.base + piece.program.output_row
         transfers.compute_ends.append(state.stream_ends[Stream.COMPUTE])
 
-    def _await_offload(self, action: Action, part: _Part) -> None:
+    def _await_offload(self, action: Action, part: Part) -> None:
         """Nothing comes back from the host before all of its microbatch has gone there."""
         forward = self.by_action.get(Action(action.stage, ActionKind.FORWARD, action.microbatch))
         if part.program.first_reload >= 0 and forward is not None:
@@ -244,8 +227,8 @@ class _Assembly:
         elif awaited:
             state.transfers.receives.append(part.base)
 
-    def _add(self, state: _RankState, program: Program, rank: int, name: str, action: Action | None) -> _Part:
-        part = _Part(
+    def _add(self, state: _RankState, program: Program, rank: int, name: str, action: Action | None) -> Part:
+        part = Part(
             program,
             self.rows,
             rank,
@@ -372,7 +355,7 @@ class _Assembly:
         return ids
 
     def _buffers(self) -> Buffers:
-        tables = [self._persistent_buffers()]
+        tables = [self._persistent_buffers(), held_buffers(self.programs, self.holders, self.names)]
         framing = [part for part in self.parts if part.action is None]
         for part in sorted((*framing, *self.holders), key=lambda part: part.base):
             held = part.program.buffers
@@ -394,7 +377,7 @@ class _Assembly:
             )
         return Buffers.concatenate(tables)
 
-    def _released_later(self, part: _Part, action: Action, release: Int64) -> Int64:
+    def _released_later(self, part: Part, action: Action, release: Int64) -> Int64:
         """Rows that release a part's buffers, those of the actions that continue it included."""
         for column, kind in _CONTINUATIONS.get(action.kind, ()):
             matching = self.by_action.get(Action(action.stage, kind, action.microbatch))

@@ -11,6 +11,26 @@ from op_graphs.columns import Int64
 from op_graphs.graph import Operations
 from op_graphs.program import Program
 
+from .actions import Action
+
+
+@dataclass
+class Part:
+    """A copied program, or a single transfer."""
+
+    program: Program
+    base: int
+    rank: int
+    microbatch: int
+    name: str
+    stage: int
+    action: Action | None
+
+    @property
+    def begin(self) -> int:
+        """First row that does not start ahead of the action."""
+        return self.base + self.program.lead
+
 
 @dataclass(frozen=True)
 class ProgramCopies:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from op_graphs.chunk import Chunk, ChunkPrograms
 from op_graphs.columns import Int64
 from op_graphs.graph import OpGraph
-from op_graphs.lower_stage import Chunk, ChunkPrograms
 from op_graphs.lower_step import RankPrograms
 from op_graphs.overlap.registry import TRANSFERS
 from op_graphs.plan import OverlapPlan

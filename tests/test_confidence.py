@@ -106,12 +106,6 @@ def test_rows_are_sorted_by_what_they_measure():
             reserved={"measured": 1.0, "predicted": 2.0},
         ),
         row("calculon-validation", 5.0),
-        {
-            "source": "torchtitan-bench",
-            "world_size": 8,
-            "hardware": "h",
-            "reserved": {"measured": 9.0, "predicted": 1.0},
-        },
         row("b", 5.0, undetermined="equal settings gave 1 and 2 GiB"),
         {
             "source": "e",

@@ -190,10 +190,13 @@ def test_gradients_of_a_pipeline_wait_in_the_type_of_their_reduction():
     sizes = {}
     for dtype in ("fp32", "bf16"):
         _, graph = lowered(parallel=parallel, training__grad_reduce_dtype=dtype)
-        rows = _rows_of(graph, "main_gradients")
-        sizes[dtype] = int(graph.buffers.size[rows].sum())
-    # Four bytes a sharded element over two ranks, and all elements in four bytes or two.
-    assert sizes["fp32"] / sizes["bf16"] == pytest.approx((2 + 4) / (2 + 2), rel=1e-3)
+        sizes[dtype] = [
+            int(graph.buffers.size[_rows_of(graph, name)].sum())
+            for name in ("accumulated_gradients", "main_gradients")
+        ]
+    # All elements in four bytes or two, and four bytes a sharded element over two ranks.
+    assert sizes["fp32"][0] == pytest.approx(2 * sizes["bf16"][0], rel=1e-3)
+    assert sizes["fp32"][1] == sizes["bf16"][1] == pytest.approx(sizes["fp32"][0] / 2, rel=1e-3)
 
 
 NORMS = ("input_layernorm", "input_layernorm_backward", "final_norm_backward")

@@ -24,7 +24,7 @@ def job(operations, buffers, *entries):
     """A graph whose job begins with entries (row, MiB, until)."""
     row, size, until = np.array(entries, dtype=np.int64).reshape(-1, 3).T
     graph = graph_of(operations, buffers=buffers)
-    startup = Startup(row=row, size=size * MIB, until=until)
+    startup = Startup(row=row, size=size * MIB, until=until, pool=np.zeros(len(row), dtype=np.int8))
     return replace(graph, startups=((RankStartup(0, startup),),))
 
 

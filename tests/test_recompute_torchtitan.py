@@ -73,8 +73,9 @@ def test_a_layer_runs_again_as_far_as_its_backward_needs_it(dtype, policy):
 @pytest.mark.parametrize("plan", [{}, {"tp": 4}, {"tp": 4, "sp": True}, {"pp": 2, "dp": 2, "zero": 3}])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_products_are_kept_and_the_rest_runs_again(plan, qk_norm):
-    """Kept: input of the layer, q k v, the output of attention with its log-sum-exp, both outputs of the hidden width
-    behind attention and MLP, and fc1's output. Not kept: outputs of norms and of the activation."""
+    """Kept: input of the layer, q k v, the output of attention with its log-sum-exp, the output of the hidden width
+    behind attention, and fc1's output. Not kept: outputs of norms and of the activation, and what nothing reads, the
+    output of the MLP."""
     changes: dict[str, Any] = {"parallel": plan, "model__qk_norm": qk_norm}
     scenario, plain = lowered(**changes)
     _, graph = lowered(**changes, training__recompute={"keep": "products"})
@@ -90,11 +91,20 @@ def test_products_are_kept_and_the_rest_runs_again(plan, qk_norm):
     model, tp = scenario.model, scenario.parallel.tp
     tokens = scenario.training.micro_batch_size * scenario.training.seq_len
     query, key_value = model.heads * model.head_size, model.kv_heads * model.head_size
-    whole = 2 * tokens * 3 * model.hidden_size // (tp if scenario.parallel.sp else 1)
+    whole = 2 * tokens * 2 * model.hidden_size // (tp if scenario.parallel.sp else 1)
     cut = 2 * tokens * (query + 2 * key_value + query + 2 * model.ffn_size) + 4 * tokens * model.heads
     kept = (whole + cut // tp) * scenario.training.num_microbatches
     if scenario.parallel.pp == 1:
         assert [saved_bytes(graph, layer) for layer in range(model.layers)] == [kept] * model.layers
+
+
+@pytest.mark.parametrize(("eager", "kept"), [(False, 0), (True, 1), (["norms"], 0), (["mlp"], 1)])
+def test_an_eager_checkpoint_keeps_what_nothing_reads(eager, kept):
+    """torchao measured 47.65 GiB of Llama 3 8B on eight H100 with compiled layers, torchtitan's pull request 996 49.58
+    without: 1.93 GiB more, where 32 outputs of 8,192 tokens have 2."""
+    scenario, graph = lowered(training__recompute={"keep": "products"}, libraries={"eager": eager})
+    named = [graph.strings[name] for name in graph.buffers.name]
+    assert named.count("mlp_output") == kept * scenario.model.layers * scenario.training.num_microbatches
 
 
 @pytest.mark.parametrize("plan", [{}, {"tp": 4}, {"tp": 4, "sp": True}, {"pp": 2, "dp": 2, "zero": 3}])

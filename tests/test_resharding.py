@@ -35,6 +35,16 @@ def rows_named(simulation: Simulation, name: str) -> np.ndarray:
     return np.flatnonzero(np.array(graph.strings)[graph.operations.name] == name)
 
 
+def most_bytes(simulation: Simulation, name: str) -> int:
+    """Most bytes of buffers of a name that are there at once, in program order."""
+    buffers, strings = simulation.graph.buffers, np.array(simulation.graph.strings)
+    rows = np.flatnonzero(strings[buffers.name] == name)
+    change = np.zeros(len(simulation.graph.operations) + 2, dtype=np.int64)
+    np.add.at(change, buffers.allocate[rows], buffers.size[rows])
+    np.add.at(change, buffers.release[rows] + 1, -buffers.size[rows])
+    return int(change.cumsum().max())
+
+
 @pytest.mark.parametrize(
     ("parallel", "gathers", "reductions"),
     [
@@ -55,6 +65,33 @@ def test_how_often_units_are_gathered_and_reduced(
     simulation = run(**parallel)
     assert len(rows_named(simulation, "parameter_all_gather")) == gathers
     assert len(rows_named(simulation, "gradient_reduce_scatter")) == reductions
+
+
+@pytest.mark.parametrize(
+    ("parallel", "gathers", "reductions"),
+    [
+        # One unit less; the model's own stays between forward and backward.
+        ({}, MICROBATCHES * (2 * LAYERS + 1), MICROBATCHES * (LAYERS + 1)),
+        ({"reshard": "never"}, MICROBATCHES * (LAYERS + 1), MICROBATCHES * (LAYERS + 1)),
+        ({"dp": 4, "reshard": 2}, MICROBATCHES * (2 * LAYERS + 1), MICROBATCHES * (LAYERS + 1)),
+        # On two stages it has a part on each.
+        ({"pp": 2}, LAYERS + 2, LAYERS + 2),
+    ],
+)
+def test_both_ends_of_a_model_are_one_unit(parallel: dict[str, Any], gathers: int, reductions: int) -> None:
+    simulation = run(root_unit=True, **parallel)
+    assert len(rows_named(simulation, "parameter_all_gather")) == gathers
+    assert len(rows_named(simulation, "gradient_reduce_scatter")) == reductions
+
+
+def test_the_models_own_unit_is_there_beside_each_layer() -> None:
+    simulation = run(root_unit=True)
+    weights, model = simulation.memory[0].by_category[MemoryCategory.WEIGHTS], simulation.scenario.model
+    # Two ranks hold 4 bytes of each parameter together; gathered it has 2.
+    shard = int(weights[0])
+    root = 2 * model.vocab_size * model.hidden_size + model.hidden_size
+    layer = (shard // 2 - root) // LAYERS
+    assert int(weights.max()) == shard + 2 * (root + layer)
 
 
 def test_kept_weights_take_the_memory_of_the_model() -> None:
@@ -84,9 +121,7 @@ def test_prefetch_hides_gathers_and_holds_more_units() -> None:
     times = [int(simulation.execution.end.max()) for simulation in runs]
     assert times[0] > times[1] >= times[2]
     # Units gathered ahead wait in the buffer they were gathered into.
-    held = (MemoryCategory.WEIGHTS, MemoryCategory.COMMUNICATION)
-    curves = [simulation.memory[0].by_category for simulation in runs]
-    peaks = [int(sum(curve[category] for category in held).max()) for curve in curves]
+    peaks = [most_bytes(simulation, "gathered_weights") for simulation in runs]
     assert peaks[0] < peaks[1] <= peaks[2]
 
 

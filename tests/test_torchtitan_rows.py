@@ -13,7 +13,7 @@ from tests.test_accuracy_sources import TITAN
     ("table", "technique", "loss"),
     [
         ("2024-12 Table 2", "compile", "torch"),
-        ("2025-06 async TP", "compile", "te"),
+        ("2025-06 async TP", "compile", "compiled"),
         ("2025-06", "eager", "torch"),
     ],
 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from op_graphs.chunk import Chunk
 from op_graphs.graph import OpGraph
 from op_graphs.graph_names import GraphNames
 from op_graphs.imbalance import Level, StageLoads, stage_loads
-from op_graphs.lower_stage import Chunk, lower_chunk
+from op_graphs.lower_stage import lower_chunk
 from op_graphs.lower_step import RankPrograms, lower_rank
 from op_graphs.lowering_context import LoweringContext
 from op_graphs.overlap.registry import TRANSFERS

@@ -44,10 +44,11 @@ CROSS_ENTROPIES: dict[object, CrossEntropy] = {
     False: "unfused",
     "native": "native",
     "torch": "torch",
+    "compiled": "compiled",
     True: "te",
 }
 """Kernels of the loss by what ``training.cross_entropy_fusion`` says."""
-LOSS_NAMES = ("true", "false", "native", "torch")
+LOSS_NAMES = ("true", "false", "native", "torch", "compiled")
 RESHARDS = ("default", "always", "never")
 REDUCE_DTYPES = {"fp32": DType.FP32, "bf16": DType.BF16, "fp16": DType.FP16}
 
@@ -156,6 +157,7 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
             _PARALLEL.prefetch,
         ),
         "flat_parameters": _flag(_PARALLEL.flat_parameters),
+        "root_unit": _flag(_PARALLEL.root_unit),
         "whole_tensors": _flag(_PARALLEL.whole_tensors),
         "first_stage_layers": _optional_count(),
         "last_stage_layers": _optional_count(),
@@ -245,6 +247,8 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         "nan_checks": _flag(_LIBRARIES.nan_checks),
         "checkpoints": _flag(_LIBRARIES.checkpoints),
         "cublas_workspace_kib": _optional_count(1 << 24),
+        "torch_pipelining": _flag(_LIBRARIES.torch_pipelining),
+        "expandable_segments": _flag(_LIBRARIES.expandable_segments),
     },
 }
 _OTHER_NAMES = {

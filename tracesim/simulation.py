@@ -21,6 +21,7 @@ from .errors import ScenarioError
 from .exposed import ExposedCommunication, affordable_reruns, describe_classes, exposed_in_simulation
 from .host import host_times, with_launches
 from .lowering import lower_scenario
+from .memory.caching_allocator import AllocatorSettings
 from .memory.curves import MemoryCurve, memory_curve
 from .memory.job import ReservedMemory, reserved_by_rank
 from .profiled_schedule import with_profiled_schedule
@@ -53,7 +54,8 @@ class Simulation:
     @cached_property
     def reserved(self) -> tuple[dict[int, ReservedMemory], ...]:
         """What the caching allocator reserves, for each stage by global rank: the represented rank first."""
-        return reserved_by_rank(self.graph)
+        settings = AllocatorSettings(expandable_segments=self.scenario.libraries.expandable_segments)
+        return reserved_by_rank(self.graph, settings)
 
     @cached_property
     def report(self) -> dict[str, Any]:

@@ -78,6 +78,12 @@ class SourceSettings:
     """Whether queries, keys and values, and the halves of a gated MLP, are linears of their own."""
     flat_parameters: bool = False
     """Whether ZeRO-3 is PyTorch's first FSDP, with a flat parameter a unit."""
+    root_unit: bool = False
+    """Whether the ends of a model with ZeRO-3 are one unit."""
+    torch_pipelining: bool = False
+    """Whether pipelines are those of PyTorch."""
+    expandable_segments: bool = False
+    """Whether the source's launcher sets ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``."""
     whole_tensors: bool = False
     """Whether the states of a tensor lie whole on one rank with ZeRO-1."""
     shards_over_context: bool = False
@@ -315,10 +321,13 @@ SETTINGS: dict[str, SourceSettings] = {
     # PyTorch's flash attention (FlashAttention 2), no dropout, F.cross_entropy of logits in fp32 outside of what is
     # compiled. Its configurations of 2024 for 64 A100 (train_configs/llama3_8b.toml, llama2_13b.toml) have compile =
     # false and norm_type = "rmsnorm", written out in tensor operations (models/norms.py). Tensor parallelism always
-    # comes with sequence parallelism (parallelisms/parallelize_llama.py).
+    # comes with sequence parallelism (parallelisms/parallelize_llama.py). What lies outside of layers is left to the
+    # unit of the model itself (apply_fsdp), and run_llama_train.sh sets how segments grow.
     # Compiled or not, rotary positions are a product of complex numbers (models/llama/model.py, apply_rotary_emb), for
     # which PyTorch's compiler makes no code (pytorch/torchtitan, issue 15), and casts before and behind it.
     "torchtitan-perf-2024": SourceSettings(
+        root_unit=True,
+        expandable_segments=True,
         attention="flash-2",
         transformer_engine=False,
         eager=True,
@@ -330,6 +339,9 @@ SETTINGS: dict[str, SourceSettings] = {
     # gradient.
     # What a row's technique does not say is compiled runs eagerly.
     "torchtitan-bench": SourceSettings(
+        root_unit=True,
+        torch_pipelining=True,
+        expandable_segments=True,
         attention="flash-2",
         transformer_engine=False,
         eager=True,

@@ -149,6 +149,8 @@ def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
             "fp32_norm_inputs": settings.fp32_norm_inputs,
             "separate_projections": settings.separate_projections,
             "batch_fetch_waits": settings.batch_fetch_waits,
+            "torch_pipelining": settings.torch_pipelining,
+            "expandable_segments": settings.expandable_segments,
         },
     }
     if settings.recipes:
@@ -243,6 +245,7 @@ def _parallel(row: Mapping[str, Any], settings: SourceSettings) -> dict[str, Any
         **sharding,
         "cp_comm": settings.cp_comm,
         "flat_parameters": settings.flat_parameters and sharding["zero"] == 3,
+        "root_unit": settings.root_unit and sharding["zero"] == 3,
         "whole_tensors": settings.whole_tensors and sharding["zero"] == 1,
     }
 
@@ -360,10 +363,10 @@ def _offload(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _loss(row: Mapping[str, Any], settings: SourceSettings) -> bool | str:
-    """The kernels of the loss; what a compiler makes of it works on the logits as Transformer Engine's do."""
+    """The kernels of the loss."""
     compiled = "compile" in text_at(row, "technique")
     if compiled and settings.loss_compiled_in and text_at(row, "table").startswith(settings.loss_compiled_in):
-        return True
+        return "compiled"
     return settings.cross_entropy_fusion
 
 

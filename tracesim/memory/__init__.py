@@ -1,6 +1,7 @@
 """Device memory beyond the sum of live buffers: what the allocator of the framework reserves for them."""
 
 from .caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemoryError
+from .expandable_segments import ExpandableAllocator
 from .replay_allocations import (
     AllocationEvents,
     AllocatorUsage,
@@ -16,6 +17,7 @@ __all__ = [
     "AllocatorSettings",
     "AllocatorUsage",
     "CachingAllocator",
+    "ExpandableAllocator",
     "MemoryState",
     "OutOfMemoryError",
     "OutOfMemoryReport",

@@ -4,7 +4,7 @@ Follows the rules of ``CUDACachingAllocator`` as PyTorch 2.x applies them with i
 (``native``): rounding, two pools a stream, segments, best fit, splitting, merging of free neighbours, and the
 release of cached segments when the device is full. Left out, because they need what a program order of
 allocations does not tell: ``record_stream`` (a block whose release waits for another stream), private pools
-of CUDA graphs, ``expandable_segments`` and ``garbage_collection_threshold``.
+of CUDA graphs and ``garbage_collection_threshold``. ``expandable_segments`` are in :mod:`.expandable_segments`.
 
 Inside, sizes and addresses count units of 512 bytes. A free block is one integer, ``size << 40 | address``,
 in the sorted list of its pool, so that "the smallest block that is large enough, lowest address first" is one
@@ -58,6 +58,8 @@ class AllocatorSettings:
     """``max_split_size_mb`` in bytes: blocks of this size and above are never split. None: no such limit."""
     roundup_power2_divisions: int = 0
     """Requests are rounded up to one of so many steps between powers of two; 0 or 1 rounds to 512 bytes."""
+    expandable_segments: bool = False
+    """Whether segments grow in place (:mod:`.expandable_segments`)."""
 
     def __post_init__(self) -> None:
         divisions = self.roundup_power2_divisions
@@ -70,6 +72,12 @@ class AllocatorSettings:
             raise ValueError(
                 f"max_split_bytes is {self.max_split_bytes}; it must be above {LARGE_SEGMENT_BYTES} "
                 "(20 MiB, the segment for large blocks), or None for no limit"
+            )
+
+        if self.max_split_bytes is not None and self.expandable_segments:
+            raise ValueError(
+                f"max_split_bytes is {self.max_split_bytes} with expandable_segments, whose blocks are always "
+                "split; leave one of them out"
             )
 
     def round_request(self, size: int) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from op_graphs.columns import Int64
 from op_graphs.graph import Buffers, OpGraph, Startup
 
+from .caching_allocator import AllocatorSettings
 from .replay_allocations import AllocationEvents, AllocatorUsage, order_events, replay_events
 
 _STEPS = 2
@@ -34,7 +35,12 @@ class ReservedMemory:
     """Bytes from each of :attr:`row` on."""
 
 
-def reserved_memory(graph: OpGraph, rank: int, startup: Startup | None = None) -> ReservedMemory:
+def reserved_memory(
+    graph: OpGraph,
+    rank: int,
+    startup: Startup | None = None,
+    settings: AllocatorSettings | None = None,
+) -> ReservedMemory:
     """Replay the job of a represented rank (a row of ``graph.ranks``).
 
     ``startup`` is how the job began there, or on another rank of the stage that runs the same step; by default that of
@@ -45,7 +51,9 @@ def reserved_memory(graph: OpGraph, rank: int, startup: Startup | None = None) -
         startup = graph.startups[rank][0].allocations
     if startup is None:
         events = order_events(buffers.allocate, buffers.release)
-        return _of_last_step(replay_events(buffers.size, events, stream=buffers.pool), events, 0)
+        return _of_last_step(
+            replay_events(buffers.size, events, stream=buffers.pool, settings=settings), events, 0
+        )
     step = buffers.take(np.flatnonzero(buffers.allocate >= 0))
     parts = [_before(startup)]
     for number in range(_STEPS):
@@ -53,8 +61,8 @@ def reserved_memory(graph: OpGraph, rank: int, startup: Startup | None = None) -
         parts.append(_step(step, once, len(startup) + number * len(step), last=number == _STEPS - 1))
     events = AllocationEvents.concatenate(parts)
     sizes = np.concatenate([startup.size, *[step.size] * _STEPS])
-    pools = np.concatenate([np.zeros(len(startup), dtype=np.int8), *[step.pool] * _STEPS])
-    usage = replay_events(sizes, events, stream=pools)
+    pools = np.concatenate([startup.pool, *[step.pool] * _STEPS])
+    usage = replay_events(sizes, events, stream=pools, settings=settings)
     return _of_last_step(usage, events, len(events) - len(parts[-1]))
 
 
@@ -98,7 +106,9 @@ def _of_last_step(usage: AllocatorUsage, events: AllocationEvents, first: int) -
     )
 
 
-def reserved_by_rank(graph: OpGraph) -> tuple[dict[int, ReservedMemory], ...]:
+def reserved_by_rank(
+    graph: OpGraph, settings: AllocatorSettings | None = None
+) -> tuple[dict[int, ReservedMemory], ...]:
     """For each stage the replays of its represented rank, and of others that hold other shards of the states.
 
     Of others so many as a limit of events in all allows, each stage as many.
@@ -107,7 +117,7 @@ def reserved_by_rank(graph: OpGraph) -> tuple[dict[int, ReservedMemory], ...]:
     events = _STEPS * 2 * max(1, len(graph.buffers))
     share = max(1, _MOST_EVENTS // events)
     return tuple(
-        {int(graph.ranks[rank]): reserved_memory(graph, rank)}
-        | {one.rank: reserved_memory(graph, rank, one.allocations) for one in others[1:share]}
+        {int(graph.ranks[rank]): reserved_memory(graph, rank, settings=settings)}
+        | {one.rank: reserved_memory(graph, rank, one.allocations, settings) for one in others[1:share]}
         for rank, others in enumerate(known)
     )

@@ -15,6 +15,9 @@ import numpy.typing as npt
 from op_graphs.columns import Bool, Int64, Table
 
 from .caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemoryError
+from .expandable_segments import ExpandableAllocator
+
+Allocator = CachingAllocator | ExpandableAllocator
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ def replay_events(
     device_bytes: int | None = None,
     settings: AllocatorSettings | None = None,
 ) -> AllocatorUsage:
-    """Feed events to a fresh :class:`CachingAllocator` and follow what it reserves.
+    """Feed events to a fresh allocator, as ``settings`` say which, and follow what it reserves.
 
     Args:
         size: ``[buffers]`` bytes; buffers of 0 bytes take no block.
@@ -154,7 +157,8 @@ def replay_events(
     sizes = np.asarray(size, dtype=np.int64)
     streams = np.zeros(len(sizes), dtype=np.int64) if stream is None else np.asarray(stream, dtype=np.int64)
     _check(sizes, streams, events)
-    allocator = CachingAllocator(device_bytes, settings)
+    expands = settings is not None and settings.expandable_segments
+    allocator: Allocator = (ExpandableAllocator if expands else CachingAllocator)(device_bytes, settings)
     changes, failure = _feed(allocator, sizes, streams, events)
     end = _state(allocator)
     if failure is not None:
@@ -181,7 +185,7 @@ def replay_events(
 
 
 def _feed(
-    allocator: CachingAllocator, sizes: Int64, streams: Int64, events: AllocationEvents
+    allocator: Allocator, sizes: Int64, streams: Int64, events: AllocationEvents
 ) -> tuple[list[tuple[int, MemoryState]], tuple[int, str] | None]:
     """State after each event that changed what is reserved, and the event that failed with its message."""
     changes: list[tuple[int, MemoryState]] = []
@@ -209,7 +213,7 @@ def _feed(
     return changes, None
 
 
-def _state(allocator: CachingAllocator) -> MemoryState:
+def _state(allocator: Allocator) -> MemoryState:
     return MemoryState(allocator.allocated_bytes, allocator.reserved_bytes, allocator.largest_free_bytes)
 
 
