@@ -113,7 +113,9 @@ _PEERS: dict[ActionKind, tuple[ActionKind, int]] = {
 }
 
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_SINGLE = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)")
+_SINGLE = re.compile(
+    r"([0-9]{1,18})(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{0,18})"
+)
 
 
 def parse_action(text: str) -> Action:

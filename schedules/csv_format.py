@@ -61,6 +61,11 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
     stages = 1 + max(part.stage for _, part in parts)
     microbatches = 1 + max((part.microbatch for _, part in parts if part.kind not in WEIGHT_KINDS), default=0)
     stage_ranks = _stage_ranks(parts, stages, name)
+    if microbatches > len(parts):
+        raise ScheduleError(
+            f"{name}: microbatches 0 to {microbatches - 1} are expected, because {microbatches - 1} is the highest, "
+            f"but its {len(parts)} actions cannot name them all"
+        )
     return Schedule(
         name,
         len(rows),
@@ -104,7 +109,8 @@ def _stage_ranks(parts: list[tuple[int, Action]], stages: int, name: str) -> tup
                 f"{name}: stage {part.stage} is on rank {first_rank} ({first}) and on rank {rank} ({part}); "
                 "a stage lies on one rank"
             )
-    lacking = [stage for stage in range(stages) if stage not in found]
+    # Of the numbers up to that of stages found at least one is not there, if any.
+    lacking = [stage for stage in range(min(stages, len(found) + 1)) if stage not in found]
     if lacking:
         raise ScheduleError(
             f"{name}: stages 0 to {stages - 1} are expected, because {stages - 1} is the highest, but no rank works "

@@ -148,6 +148,10 @@ def usual_chunks(name: str) -> int:
     return _lookup(name)[1].chunks.usual
 
 
+MOST_FORWARDS = 4_000_000
+"""Forwards on all ranks that a schedule may have: 128 stages of 30000 microbatches."""
+
+
 def build_schedule(
     name: str, pp: int, vpp: int, microbatches: int, group_size: int | None = None
 ) -> Schedule:
@@ -166,6 +170,11 @@ def build_schedule(
     for label, value in (("pp", pp), ("vpp", vpp), ("microbatches", microbatches)):
         if value < 1:
             raise ScheduleError(f"schedule {name}: {label}={value} must be at least 1")
+    if pp * vpp * microbatches > MOST_FORWARDS:
+        raise ScheduleError(
+            f"schedule {name}: pp={pp}, vpp={vpp} and microbatches={microbatches} are {pp * vpp * microbatches} "
+            f"forwards on all ranks, and at most {MOST_FORWARDS} are written out; take fewer microbatches"
+        )
     if name.lower().endswith(".csv"):
         return _from_file(name, pp, vpp, microbatches)
     plain, entry, options = _lookup(name)

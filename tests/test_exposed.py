@@ -236,7 +236,12 @@ def test_the_command_gives_what_the_report_says_on_a_simulated_trace(tmp_path):
         1e6 * sum(c["exposed_ms"] for c in exposed["classes"])
     )
     shown = runner.invoke(main, ["analyze", str(tmp_path / "run" / "trace.pftrace"), "--exposed"]).stdout
-    assert "exposed communication, ms over all ranks" in shown
+    figures = shown[shown.index("exposed communication, ms over all ranks") :].splitlines()
+    lines = [line for line in figures[2:] if not line.startswith((" ", "..."))]
+    assert max(map(len, lines)) <= 100
+    total = lines[-1].split()
+    assert total[:2] == ["all", str(sum(entry["count"] for entry in exposed["classes"]))]
+    assert float(total[2]) == pytest.approx(sum(c["exposed_ms"] for c in exposed["classes"]), abs=1e-3)
 
 
 def test_the_written_trace_holds_a_note_for_every_stretch(tmp_path):

@@ -68,6 +68,9 @@ def test_an_action_reads_and_writes_the_text_of_pytorch(text, action):
         ("0X1", "no action"),
         ("0F0 junk", "no action"),
         ("-1F0", "no action"),
+        ("0F-1", "no action"),
+        ("9" * 5000 + "F0", "no action"),
+        ("\u0661F0", "no action"),
         ("0F", "names no microbatch"),
         ("1SEND_B", "names no microbatch"),
         ("(0F1;)OVERLAP_F_B", "no action"),
@@ -324,6 +327,9 @@ def test_csv_says_which_rank_holds_a_stage():
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
+        ("0F0,0F99999999999999999,0B0", "microbatches 0 to 99999999999999999 are expected"),
+        ("99999999999999F0,0B0", "no rank works on stage 1"),
+        ("0F0;0B0", "row 1 .* is no action"),
         ("", "holds no actions"),
         ("0F0,0B0\n1F0,1Q0", r"row 2 \(rank 1\), column 2: '1Q0' is no action"),
         ("0F0,0B0\n0F1,0B1", r"stage 0 is on rank 0 \(0F0\) and on rank 1 \(0F1\)"),
@@ -370,3 +376,19 @@ def test_the_example_of_the_documentation_prints_what_it_shows(capsys):
     code, shown = re.search(r"```python\n(.*?)```\n```\n(.*?)```", page, re.DOTALL).groups()
     exec(code, {})
     assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("microbatches", [3_000_000, 10**11])
+def test_more_forwards_than_can_be_written_out_are_refused_at_once(microbatches):
+    with pytest.raises(ScheduleError, match=r"forwards on all ranks, and at most 4000000 are written out"):
+        build_schedule("1f1b", 4, 1, microbatches)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("begin", ["", "\ufeff"])
+def test_a_csv_of_other_programs_is_read(tmp_path, begin, end):
+    """Byte order mark, line ends of Windows, trailing commas and empty cells."""
+    path = tmp_path / "schedule.csv"
+    lines = ["0F0,0F1,,0B0,,0B1,,", ",1F0,1B0,1F1,1B1,,,"]
+    path.write_bytes((begin + "".join(line + end for line in lines)).encode())
+    assert read_schedule_csv(path).actions == build_schedule("1f1b", 2, 1, 2).actions

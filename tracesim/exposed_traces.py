@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import yaml
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from op_graphs.timeline import Timeline
 
 from .analysis import Analysis
 from .analysis.annotate import Notes
+from .analysis.short_names import short_name
 from .errors import ScenarioError, SimulationError
 from .exposed import (
     ExposedCommunication,
@@ -27,6 +26,7 @@ from .simulation import Simulation, simulate
 
 _MOST_ROWS = 20
 _MOST_NAME = 44
+_WIDE_NAME = 30
 
 
 def exposed_in(analysis: Analysis) -> ExposedCommunication:
@@ -85,27 +85,58 @@ def _note(stretch: Mapping[str, Any]) -> str:
 
 
 def render_exposed(classes: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print ranked classes as a table."""
+    """Print ranked classes: a line of figures for each, below it what it waited for and what waited for it."""
     if not classes:
         console.print("no communication is exposed")
         return
     exact = all(entry["saving"] == "exact" for entry in classes)
-    title = "exposed communication, ms over all ranks" + ("" if exact else " (<=: upper bound)")
-    table = Table(title=title, title_justify="left")
-    for heading in ("transfer", "what", "waited for", "waited by", "could have run"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("count", "exposed", "of it wait", "could run", "saves"):
-        table.add_column(heading, justify="right")
-    for entry in classes[:_MOST_ROWS]:
-        what = (entry["dimension"], entry["phase"], entry["layer_class"])
-        table.add_row(
-            escape(entry["name"][:_MOST_NAME]),
-            escape(" ".join(part for part in what if part and part != "unknown")),
-            *(escape(entry[key][:_MOST_NAME]) or "-" for key in ("waited_for", "waited_by", "could_run")),
-            str(entry["count"]),
-            *(f"{entry[key]:.3f}" for key in ("exposed_ms", "waiting_ms", "could_run_ms")),
-            f"{'' if entry['saving'] == 'exact' else '<='}{entry['saving_ms']:.3f}",
-        )
-    console.print(table)
+    console.print("exposed communication, ms over all ranks" + ("" if exact else " (<=: upper bound)"))
+    shown = classes[:_MOST_ROWS]
+    names = [_class_name(entry) for entry in shown]
+    width = max(map(len, ("transfer", *names)))
+    headings = ("stretches", "exposed", "of it wait", "could run", "saves")
+    lines = [f"{'transfer':{width}}" + "".join(f"{heading:>11}" for heading in headings)]
+    for name, entry in zip(names, shown, strict=True):
+        saves = f"{'' if entry['saving'] == 'exact' else '<='}{entry['saving_ms']:.3f}"
+        lines.append(f"{name:{width}}{entry['count']:11d}{_figures(entry)}{saves:>11}")
+        if circumstances := _circumstances(entry):
+            lines.append(f"  {circumstances}")
+    # What could run and what hiding saves does not add up: it is the same work, or the next transfer is in the way.
+    total = {key: sum(entry[key] for entry in classes) for key in ("count", "exposed_ms", "waiting_ms")}
+    lines.append(f"{'all':{width}}{total['count']:11d}{total['exposed_ms']:11.3f}{total['waiting_ms']:11.3f}")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if len(classes) > _MOST_ROWS:
         console.print(f"... and {len(classes) - _MOST_ROWS} more (--json has all)")
+
+
+_FIGURES = ("exposed_ms", "waiting_ms", "could_run_ms")
+
+
+def _figures(entry: Mapping[str, Any]) -> str:
+    return "".join(f"{entry[key]:11.3f}" for key in _FIGURES)
+
+
+def _class_name(entry: Mapping[str, Any]) -> str:
+    """The transfer, with what it is of where that is short."""
+    name, told = short_name(entry["name"])[:_MOST_NAME], _told(entry)
+    return f"{name}, {told}" if told and len(name) + len(told) < _WIDE_NAME else name
+
+
+def _told(entry: Mapping[str, Any]) -> str:
+    what = (entry["dimension"], entry["phase"], entry["layer_class"])
+    return " ".join(part for part in what if part and part not in ("unknown", "other"))
+
+
+def _circumstances(entry: Mapping[str, Any]) -> str:
+    """What most of the time of a class waited for, what it kept waiting, and what else could have run."""
+    named = {
+        key: short_name(entry[key])[:_MOST_NAME]
+        for key in ("waited_for", "waited_by", "could_run")
+        if entry[key]
+    }
+    parts = [_told(entry)] if _told(entry) and "," not in _class_name(entry) else []
+    parts += [f"waited for {named['waited_for']}"] if "waited_for" in named else []
+    parts += [f"{named['waited_by']} waited for it"] if "waited_by" in named else []
+    parts += [f"{named['could_run']} could have run"] if "could_run" in named else []
+    return "; ".join(parts)
