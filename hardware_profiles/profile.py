@@ -171,8 +171,8 @@ class HostFigures:
     launch_us: float
     """Time a kernel launch call takes."""
     operation_us: float = 0.0
-    """Time the framework takes on the host for one lowered operation, all its launches and Python together; 0 leaves
-    the host out."""
+    """Time the framework takes on the host for the forward call of one module, its launch and Python together, of which
+    other operations take shares; 0 leaves the host out."""
     resume_us: float = 0.0
     """Time from the end of a transfer between stages that the host waits for to the first kernel behind it: return from
     the wait, the framework's step function, the first launches."""

@@ -63,10 +63,16 @@ class MemoryShape:
     ``stream``: contiguous elementwise and optimizer kernels; ``reduction``: norms, softmax, sums; ``strided``:
     permutes, transposes, gathers and casts between layouts; ``columns``: casts with a scale for each column, as PyTorch
     compiles them. ``passes`` counts kernels launched back to back.
+
+    What launching it costs the host (:mod:`tracesim.host_work`): ``function`` says that an autograd function written in
+    Python launches it, ``launches`` how many kernels or operations of the framework there are, where that is not
+    ``passes``: some move next to nothing.
     """
 
     access: str = "stream"
     passes: int = 1
+    function: bool = False
+    launches: int = 0
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,7 @@ def _rotary(builder: ProgramBuilder, context: LoweringContext, sizes: AttentionS
         written=sizes.qkv_bytes,
         access="strided",
         passes=4,
+        function=True,
         dtype=context.dtype,
     )
 

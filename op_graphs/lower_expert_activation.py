@@ -83,6 +83,7 @@ def activate(builder: ProgramBuilder, context: LoweringContext, sizes: RoutedSiz
         OpKind.ELEMENTWISE,
         read=size.first + (size.scores if fused else 0),
         written=size.width,
+        function=True,
         dtype=context.dtype,
     )
     if fused:
@@ -119,6 +120,7 @@ def activate_backward(
         OpKind.ELEMENTWISE,
         read=size.first + size.width,
         written=size.first + size.scores,
+        function=True,
         dtype=context.dtype,
     )
     builder.release(d_fc2_input, row)

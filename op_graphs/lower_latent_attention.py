@@ -184,6 +184,7 @@ def _up_projections(
         written=size,
         access="strided",
         passes=2,
+        function=True,
         dtype=context.dtype,
     )
     for tensor in raw:
@@ -209,6 +210,7 @@ def latent_projections_backward(
         written=size,
         access="strided",
         passes=2,
+        function=True,
         dtype=context.dtype,
     )
     builder.release(d_qkv, row)

@@ -30,6 +30,13 @@ _GROUPED_SCORE_KERNELS, _GROUPED_TOP_K_KERNELS, _GROUPED_BACKWARD_KERNELS = 12, 
 """Kernels of routing limited to groups, counted in a public trace of DeepSeek-V3: scores up to the mask of the groups,
 both selections with what gathers and normalises their results, and the backward pass."""
 
+_SCORE_LAUNCHES, _TOP_K_LAUNCHES, _AUX_LOSS_LAUNCHES, _BACKWARD_LAUNCHES = 4, 12, 12, 20
+"""Operations of PyTorch without groups, as Megatron-Core writes them (``moe_utils.py``): casts, scores and bias; the
+choice, its scores, their sum and division, and both maps by zeros and scatter; the same for the loss with its sums; the
+nodes of those that have a gradient."""
+_FUNCTION = 3
+"""Operations of PyTorch whose launches take the host as long as another function in Python does."""
+
 
 def router_forward(
     builder: ProgramBuilder, context: LoweringContext, layer: int, sizes: RoutedSizes
@@ -53,6 +60,7 @@ def router_forward(
         written=logits,
         access="reduction",
         passes=_GROUPED_SCORE_KERNELS if moe.routing_groups > 1 else 1,
+        launches=0 if moe.routing_groups > 1 else _SCORE_LAUNCHES,
         dtype=DType.FP32,
     )
     # fp32 scores and the routing map with its indices: 8 bytes for each pair of token and expert.
@@ -65,6 +73,7 @@ def router_forward(
         written=logits / 4,
         access="reduction",
         passes=_GROUPED_TOP_K_KERNELS if moe.routing_groups > 1 else 2,
+        launches=0 if moe.routing_groups > 1 else _TOP_K_LAUNCHES,
         dtype=DType.FP32,
     )
     if capacity(moe, sizes.tokens) is not None:
@@ -77,6 +86,7 @@ def router_forward(
             written=4.0 * moe.experts,
             access="reduction",
             passes=2,
+            launches=_AUX_LOSS_LAUNCHES,
             dtype=DType.FP32,
         )
     return scores
@@ -104,6 +114,7 @@ def _fused_choice(
         read=logits,
         written=2.25 * logits,
         access="reduction",
+        function=True,
         dtype=DType.FP32,
     )
     scores = builder.activation("router_scores", 2.25 * logits, row)
@@ -118,6 +129,8 @@ def _fused_choice(
             written=2.25 * logits,
             access="reduction",
             passes=2,
+            function=True,
+            launches=1 + _FUNCTION,
             dtype=DType.FP32,
         )
     return scores
@@ -182,6 +195,8 @@ def router_backward(
         written=logits,
         access="reduction",
         passes=kernels,
+        function=fused,
+        launches=1 + _FUNCTION * moe.aux_loss if fused else max(kernels, _BACKWARD_LAUNCHES),
         dtype=DType.FP32,
     )
     builder.release(scores, row)

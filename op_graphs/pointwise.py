@@ -142,6 +142,7 @@ def rotary(builder: ProgramBuilder, context: LoweringContext, name: str, size: f
             written=size,
             access="strided",
             passes=2,
+            function=True,
             dtype=context.dtype,
         )
     elements = size / context.item
@@ -162,6 +163,7 @@ def activation(
         read=3 * second if eager else first,
         written=2 * second if eager else second,
         passes=2 if eager else 1,
+        function=not eager,
         dtype=context.dtype,
     )
 
@@ -177,6 +179,7 @@ def activation_backward(
         read=6 * second if eager else first + second,
         written=3 * second if eager else first,
         passes=3 if eager else 1,
+        function=not eager,
         dtype=context.dtype,
     )
 

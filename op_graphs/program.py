@@ -291,11 +291,13 @@ class ProgramBuilder:
         written: float,
         access: str = "stream",
         passes: int = 1,
+        function: bool = False,
+        launches: int = 0,
         dtype: DType = DType.BF16,
         phase: Phase | None = None,
     ) -> int:
-        """Add a kernel whose time is its memory traffic."""
-        shape = MemoryShape(access, passes)
+        """Add a kernel whose time is its memory traffic; ``function`` and ``launches`` as in :class:`MemoryShape`."""
+        shape = MemoryShape(access, passes, function, launches)
         return self.compute(name, kind, read=read, written=written, shape=shape, dtype=dtype, phase=phase)
 
     def collective(

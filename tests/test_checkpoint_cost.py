@@ -98,7 +98,7 @@ def test_what_is_made_again_and_its_copy_are_both_there_until_the_backward_of_th
 
 
 def test_a_step_bound_by_its_host_is_longer_by_that_work() -> None:
-    """Four layers and two microbatches: of each norm a kernel, a copy and two pieces of work run again or more."""
+    """Four layers and two microbatches: of each norm a kernel, a copy and both sides of the checkpoint run besides."""
     plan = {
         "model__layers": 4,
         "training__num_microbatches": 2,
@@ -108,12 +108,12 @@ def test_a_step_bound_by_its_host_is_longer_by_that_work() -> None:
         iteration_ms(load_scenario(dense_mapping(training__recompute=recompute, **plan)))
         for recompute in ("none", {"modules": ["layernorm"]})
     )
-    assert recomputed - plain == pytest.approx(4 * 2 * 2 * (1 + 1 + 2) * 1.0, rel=0.05)
+    assert recomputed - plain == pytest.approx(4 * 2 * 2 * (1 + 0.3 + 1.5 + 0.9), rel=0.01)
 
 
 def test_work_of_the_host_alone_delays_what_is_launched_behind_it_and_waits_for_nothing() -> None:
     rows: list[dict[str, Any]] = [{"stream": Stream.COMPUTE, "kind": OpKind.NORM} for _ in range(5)]
     rows[2] = {"stream": Stream.HOST, "kind": OpKind.HOST}
     run = execute_with_host(graph_of(rows, [(0, 5, 0)]), np.array([50, 5, 0, 5, 5]), host=HostTimes(20))
-    # Launches at 0, 20, 40, 60 and 80, whatever still runs.
-    assert run.start[[0, 1, 3, 4]].tolist() == [0, 50, 60, 80]
+    # Modules are launched at 0, 20, 70 and 90, whatever still runs: a checkpoint takes half as much again as one.
+    assert run.start[[0, 1, 3, 4]].tolist() == [0, 50, 70, 90]

@@ -50,7 +50,7 @@ def test_neighbours_of_one_graph_are_launched_together():
 
 def test_further_kernels_of_experts_take_a_launch_each():
     shapes = (MemoryShape("stream", 5), GemmShape(8, 8, 8, count=4), None)
-    kinds = (OpKind.NORM, OpKind.ROUTER, OpKind.GROUPED_GEMM, OpKind.NORM)
+    kinds = (OpKind.NORM, OpKind.CAST, OpKind.GROUPED_GEMM, OpKind.NORM)
     rows = [
         {"stream": Stream.COMPUTE, "shape": shape, "kind": kind}
         for shape, kind in zip((-1, 0, 1, -1), kinds, strict=True)
@@ -58,19 +58,19 @@ def test_further_kernels_of_experts_take_a_launch_each():
     graph = replace(graph_of(rows, [(0, 4, 0)]), shapes=shapes)
     durations = np.full(4, 1)
     grouped = execute_with_host(graph, durations, host=HostTimes(100, launch_ns=10))
-    # The five kernels take 40 more; a grouped product is one kernel, or four of one expert each.
-    assert grouped.start.tolist() == [0, 140, 240, 340]
+    # Casts inside a module take a quarter, and 40 more for five; a grouped product is one kernel, or one an expert.
+    assert grouped.start.tolist() == [0, 65, 165, 265]
     single = execute_with_host(graph, durations, host=HostTimes(100, launch_ns=10, launches_experts=True))
-    assert single.start.tolist() == [0, 140, 270, 370]
+    assert single.start.tolist() == [0, 65, 195, 295]
 
 
-def test_what_is_launched_inside_an_operation_takes_a_launch_alone():
+def test_pieces_of_a_product_and_rings_inside_it_take_a_launch_alone():
     product = {"stream": Stream.COMPUTE, "kind": OpKind.GEMM, "layer": 0, "name": 0}
-    collective = {"stream": Stream.TP, "kind": OpKind.COLLECTIVE, "layer": 0, "name": 1}
+    collective = {"stream": Stream.TP, "kind": OpKind.P2P, "layer": 0, "name": 1}
     other = {**product, "name": 2}
     rows = [product, collective, product, collective, product, other]
     run = execute_with_host(graph_of(rows, [(0, 6, 0)]), np.full(6, 1), host=HostTimes(100, launch_ns=10))
-    # Pieces of one product with the collectives between them, then another product.
+    # Pieces of one product with the transfers between them, then another product.
     assert run.start.tolist() == [0, 10, 20, 30, 40, 140]
 
 

@@ -1,12 +1,11 @@
 """The host's side of a step: an operation cannot start before the framework has launched it.
 
-Launching one lowered operation takes the framework ``host.operation_us`` of the profile (Python and C++ of the module,
-the autograd node, and all launches it stands for). What there is once for each expert of a rank takes
-``host.launch_us`` more for each further kernel: the products of a grouped GEMM that is launched expert by expert,
-casts, the kernels of a router. Collectives of tensor parallelism and pieces of one product are launched inside an
-operation and take ``host.launch_us`` alone. The host launches the operations of an action (a forward or backward of
-one microbatch) one after another in program order, beginning when the first of them starts; between actions it keeps
-up. Small kernels, short sequences and many tensor-parallel ranks make a step host-bound.
+Launching an operation takes the framework a share of ``host.operation_us`` of the profile, the time of a module, by
+what it runs (:mod:`tracesim.host_work`). What there is once for each expert of a rank takes ``host.launch_us`` more for
+each further kernel: the products of a grouped GEMM that is launched expert by expert, and casts. Pieces of one product
+take that alone. The host launches the operations of an action (a forward or backward of one microbatch) one after
+another in program order, beginning when the first of them starts; between actions it keeps up. Small kernels, short
+sequences and many tensor-parallel ranks make a step host-bound.
 
 Where the host waits for the device, it loses its lead:
 
@@ -32,12 +31,13 @@ import numpy as np
 
 from op_graphs.columns import Bool, Int64
 from op_graphs.cuda_graphs import FULL_ITERATION
-from op_graphs.graph import GemmShape, MemoryShape, OpGraph, Shape
+from op_graphs.graph import OpGraph
 from op_graphs.overlap.registry import TRANSFERS
 from op_graphs.vocabulary import OpKind, Stream
 
 from .engine import Execution, execute
 from .host_waits import with_batch_waits, with_loss_checks
+from .host_work import launch_work
 from .scenario import Scenario
 
 _TRANSFERS = (
@@ -47,16 +47,13 @@ _TRANSFERS = (
     Stream.PP_SEND_PREVIOUS,
 )
 
-_OF_EXPERTS = (OpKind.GROUPED_GEMM, OpKind.ROUTER, OpKind.PERMUTE, OpKind.CAST)
-"""Kinds whose further kernels are launched one by one: their number grows with the experts of a rank."""
-
 
 @dataclass(frozen=True)
 class HostTimes:
     """What the host takes, in nanoseconds; 0 leaves that part of it out."""
 
     operation_ns: int = 0
-    """Launching one lowered operation, with its first kernel."""
+    """Launching a module, with its first kernel."""
     resume_ns: int = 0
     """From the end of a transfer between stages that the host waits for to the start of the action behind it."""
     batch_ns: int = 0
@@ -162,34 +159,23 @@ def _launches(graph: OpGraph, durations: Int64, host: HostTimes) -> tuple[Int64,
 
 def _launch_ns(graph: OpGraph, rows: Int64, host: HostTimes) -> Int64:
     """Time the host takes to launch each row, of a CUDA graph all with its first one."""
-    kernels = np.array([_kernels(shape, host) for shape in (*graph.shapes, None)], dtype=np.int64)
-    further = np.where(
-        np.isin(graph.operations.kind[rows], _OF_EXPERTS), kernels[graph.operations.shape[rows]] - 1, 0
-    )
-    taken = host.operation_ns + further * host.launch_ns
-    taken = np.where(_belongs_to_the_one_before(graph, rows), host.launch_ns, taken)
+    shares, further = launch_work(graph, rows, launches_experts=host.launches_experts)
+    taken = np.rint(shares * host.operation_ns) + further * host.launch_ns
+    taken = np.where(_goes_on(graph, rows), host.launch_ns, taken)
     graphs = graph.operations.cuda_graph[rows]
     goes_on = np.concatenate([[False], (graphs[1:] == graphs[:-1]) & (graphs[1:] >= 0)])
     taken = np.where(graphs >= 0, host.operation_ns, taken)
     return np.where(goes_on, 0, taken).astype(np.int64)
 
 
-def _belongs_to_the_one_before(graph: OpGraph, rows: Int64) -> Bool:
-    """Rows launched inside an operation: collectives of tensor parallelism, pieces of one product."""
+def _goes_on(graph: OpGraph, rows: Int64) -> Bool:
+    """Rows that are further pieces of the product before them."""
     operations = graph.operations
-    inside = operations.stream[rows] == Stream.TP
+    found = np.zeros(len(rows), dtype=np.bool_)
     on_compute = np.flatnonzero(operations.stream[rows] == Stream.COMPUTE)
     at = rows[on_compute]
     again = operations.kind[at[1:]] == OpKind.GEMM
     for column in (operations.name, operations.layer, operations.microbatch, operations.phase):
         again = again & (column[at[1:]] == column[at[:-1]])
-    inside[on_compute[1:][again]] = True
-    found: Bool = inside
+    found[on_compute[1:][again]] = True
     return found
-
-
-def _kernels(shape: Shape, host: HostTimes) -> int:
-    """Kernels that an operation of a shape stands for."""
-    if isinstance(shape, MemoryShape):
-        return max(1, shape.passes)
-    return shape.count if isinstance(shape, GemmShape) and host.launches_experts else 1

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .configuration import Configuration, Section
-from .nvidia_configurations import ablations, automodel, bridge, modelzoo, nemo
+from .nvidia_configurations import ablations, automodel, bridge, modelzoo, nemo, nemo_2025
 from .row import RowSkippedError, count_at, mapping_at, number_at, text_at
 
 
@@ -190,6 +190,7 @@ def _longseq(row: Section) -> Configuration:
 _CONFIGURATIONS: dict[str, Callable[[Section], Configuration]] = {
     "nemo-24.07": nemo,
     "nemo-24.12": nemo,
+    "nemo-25.02-25.04": nemo_2025,
     "megatron-bridge": bridge,
     "megatron-bridge-ablations": ablations,
     "moe-modelzoo": modelzoo,

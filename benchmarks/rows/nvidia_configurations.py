@@ -51,6 +51,23 @@ def nemo(row: Section) -> Configuration:
     return _adapters(32) if "LoRA" in table else Configuration()
 
 
+_CAPTURED = {"gb200": ("GPT3-175B", "Nemotron-340B"), "b200": ("Nemotron-340B",)}
+"""Models that NeMo's recipes of 2025 capture layer by layer beside those of 8B and 15B, in 8 bits."""
+
+
+def nemo_2025(row: Section) -> Configuration:
+    """``cuda_graphs`` of scripts/performance/recommended_model_configs/model_configs_*.csv of NeMo: whole layers."""
+    gpu = text_at(row, "gpu").lower().removeprefix("dgx-")
+    name = text_at(mapping_at(row, "model"), "name")
+    small = gpu in _CAPTURED and name.endswith(("-8B", "-15B"))
+    if "LoRA" in text_at(row, "table") or not (small or name in _CAPTURED.get(gpu, ())):
+        return Configuration()
+    return Configuration(
+        scenario={"training": {"cuda_graphs": ["attn", "mlp"]}},
+        notes=("layers launched as CUDA graphs are those of the performance recipe",),
+    )
+
+
 def bridge(row: Section) -> Configuration:
     """Rank 16 at ``linear_qkv`` and packed sequences of SQuAD, for fine-tuning of whole models too.
 

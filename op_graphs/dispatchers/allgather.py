@@ -9,7 +9,7 @@ from ..lowering_context import LoweringContext
 from ..program import ProgramBuilder, Tensor
 from ..vocabulary import Communication, Dimension
 from .permutation import Permutation, add_copies, gather_copies
-from .routing import RoutedSizes, exchange, read_counts, replaced
+from .routing import COUNT_LAUNCHES, RoutedSizes, exchange, read_counts, replaced
 
 
 class AllGather:
@@ -32,7 +32,7 @@ class AllGather:
                 Dimension.EP if context.parallel.etp == 1 else Dimension.ETP_EP,
             )
             gathered = builder.temporary("gathered_tokens", gathered_bytes, row)
-        read_counts(builder, context, name, builder.end_row)
+        read_counts(builder, context, name, builder.end_row, COUNT_LAUNCHES)
         permutation = self.permutation(context, sizes)
         return gather_copies(builder, context, permutation, f"{name}_permute", "expert_input", gathered)
 

@@ -12,6 +12,10 @@ from ..vocabulary import Communication, Dimension
 from .permutation import Permutation, add_copies, gather_copies
 from .routing import RoutedSizes, exchange, permute, read_counts, replaced
 
+_COUNT_LAUNCHES = 18
+"""Operations of PyTorch before the host waits (``preprocess``): sums by expert, by rank and by local expert, five
+copies to the host, and the gather of the numbers of all ranks, a collective in a function that counts as five."""
+
 
 class AllToAll:
     """Permute, all-to-all, sort; with expert tensor parallelism a gather over its ranks."""
@@ -29,7 +33,7 @@ class AllToAll:
             builder, context, self.permutation(context, sizes), f"{name}_permute", "permuted_tokens"
         )
         # The permutation is launched before the host waits (``before_ep_alltoall``, without peers ``before_finish``).
-        read_counts(builder, context, name, routed)
+        read_counts(builder, context, name, routed, _COUNT_LAUNCHES)
         if context.parallel.ep > 1:
             row = exchange(
                 builder, context, f"{name}_all_to_all", Communication.ALL_TO_ALL, sent * most, Dimension.EP

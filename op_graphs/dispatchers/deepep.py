@@ -15,7 +15,7 @@ from ..program import ProgramBuilder, Tensor
 from ..vocabulary import Communication, Dimension
 from .alltoall import AllToAll
 from .permutation import Permutation, add_copies, gather_copies, make_map
-from .routing import RoutedSizes, exchange, read_counts, replaced
+from .routing import COUNT_LAUNCHES, RoutedSizes, exchange, read_counts, replaced
 
 
 class DeepEP(AllToAll):
@@ -40,7 +40,7 @@ class DeepEP(AllToAll):
             quantized = builder.temporary("quantized_tokens", item * sizes.tokens * hidden, row)
         self.lay_out(builder, context, sizes, name)
         # The dispatch is launched when the host knows what arrives (``Buffer.dispatch`` waits for the layout kernels).
-        read_counts(builder, context, name, builder.last_row)
+        read_counts(builder, context, name, builder.last_row, COUNT_LAUNCHES)
         row = self._send(builder, context, sizes, name, item)
         unique = item * self._unique(context, sizes) * hidden
         current = replaced(builder, quantized, "dispatched_tokens", unique * context.load.unique, row)

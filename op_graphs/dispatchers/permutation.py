@@ -20,6 +20,9 @@ _INDEX, _SCORE = 8.0, 4.0
 """Bytes of an index (int64) and of a score (fp32); an entry of the map has one."""
 _SELECT_KERNELS = 4
 """Kernels of a selection by a mask: count, flag, write indices, gather (PyTorch ``nonzero`` and ``index``)."""
+_GATHER_LAUNCHES = 4
+"""Kernels that Transformer Engine launches to gather copies: three that turn the map into places, and the gather
+(``pytorch/triton/permutation.py``)."""
 _MULTIHOT_KERNELS = 12
 """Kernels that make a map of chosen experts (Megatron-Core ``_indices_to_multihot``): two fills, a comparison, two
 selections of four, and two writes by index, some of them joined."""
@@ -75,7 +78,7 @@ def gather_copies(
         read = permutation.copy_bytes + _INDEX * permutation.copies
         if _is_forward(builder):
             _select_by_map(builder, context, permutation, name)
-    row = _reorder(builder, context, name, read, permutation.copy_bytes)
+    row = _reorder(builder, context, name, read, permutation.copy_bytes, _GATHER_LAUNCHES)
     copies = builder.temporary(result, permutation.copy_bytes, row)
     if source is not None:
         builder.release(source, row)
@@ -191,8 +194,21 @@ def _small(builder: ProgramBuilder, name: str, *, read: float, written: float, p
 
 
 def _reorder(
-    builder: ProgramBuilder, context: LoweringContext, name: str, read: float, written: float
+    builder: ProgramBuilder,
+    context: LoweringContext,
+    name: str,
+    read: float,
+    written: float,
+    launches: int = 1,
 ) -> int:
+    fused = context.libraries.permute_fusion
     return builder.memory_bound(
-        name, OpKind.PERMUTE, read=read, written=written, access="strided", dtype=context.dtype
+        name,
+        OpKind.PERMUTE,
+        read=read,
+        written=written,
+        access="strided",
+        function=fused,
+        launches=launches if fused else 0,
+        dtype=context.dtype,
     )

@@ -13,6 +13,11 @@ from ..program import ProgramBuilder, Tensor
 from ..vocabulary import Communication, Dimension, DType, OpKind, Stream
 from .permutation import Permutation
 
+COUNT_LAUNCHES = 5
+"""Operations of PyTorch that sum the numbers of tokens by expert and copy them to the host."""
+_SORT_LAUNCHES = 2
+"""Kernels with which Transformer Engine sorts chunks: a map of their places, and the copy."""
+
 
 @dataclass(frozen=True)
 class RoutedSizes:
@@ -77,15 +82,26 @@ class Dispatcher(Protocol):
 
 def permute(builder: ProgramBuilder, context: LoweringContext, name: str, read: float, written: float) -> int:
     """A kernel that reorders tokens; returns its row."""
+    fused = context.libraries.permute_fusion
     return builder.memory_bound(
-        name, OpKind.PERMUTE, read=read, written=written, access="strided", dtype=context.dtype
+        name,
+        OpKind.PERMUTE,
+        read=read,
+        written=written,
+        access="strided",
+        function=fused,
+        launches=_SORT_LAUNCHES if fused else 0,
+        dtype=context.dtype,
     )
 
 
-def read_counts(builder: ProgramBuilder, context: LoweringContext, name: str, after: int) -> None:
+def read_counts(
+    builder: ProgramBuilder, context: LoweringContext, name: str, after: int, launches: int
+) -> None:
     """Let the host wait for the numbers of tokens, copied behind row ``after``; what is added next is launched then.
 
-    Only the first dispatch of a layer asks for them; its way back and the backward pass know them.
+    Only the first dispatch of a layer asks for them; its way back and the backward pass know them. ``launches`` counts
+    the operations of the framework that compute and copy them, none of which moves much.
     """
     if name != FIRST_DISPATCH or not host_reads_token_counts(context):
         return
@@ -95,7 +111,7 @@ def read_counts(builder: ProgramBuilder, context: LoweringContext, name: str, af
         Stream.HOST,
         after=[after],
         read=8.0 * context.experts.experts,
-        shape=MemoryShape("stream"),
+        shape=MemoryShape("stream", launches=launches),
         dtype=DType.INT64,
     )
 
