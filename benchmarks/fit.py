@@ -4,7 +4,8 @@
 a folder of such files, as for ``benchmarks.accuracy``. What is fitted on what, and why, is said by the files of
 ``benchmarks/fits``: :mod:`~benchmarks.fits.clock`, :mod:`~benchmarks.fits.host`, :mod:`~benchmarks.fits.attention`,
 :mod:`~benchmarks.fits.rates` and :mod:`~benchmarks.fits.jitter` on whole steps, :mod:`~benchmarks.fits.kernels` on the
-measured shapes of machine files, :mod:`~benchmarks.fits.scan` on published timings of kernels.
+measured shapes of machine files, :mod:`~benchmarks.fits.scan` on published timings of kernels,
+:mod:`~benchmarks.fits.weight_passes` on published times of passes that are products alone.
 
 ``--figure contention``: what kernels and steps lose beside communication (:mod:`benchmarks.fit_contention`,
 :mod:`benchmarks.step_pairs`); PATH is the folder that holds ``traces`` and ``measured``.
@@ -31,7 +32,7 @@ from benchmarks.fit_contention import (
     fit_stall,
     residuals,
 )
-from benchmarks.fits import attention, clock, host, jitter, kernels, rates, scan
+from benchmarks.fits import attention, clock, host, jitter, kernels, rates, scan, weight_passes
 from benchmarks.fits.result import Fit
 from benchmarks.kernel_pairs import LEAST_STALL_US, kernel_pairs
 from benchmarks.step_pairs import chunk_pairs, setting_pairs, step_pairs
@@ -47,6 +48,7 @@ FIGURES = (
     *rates.FIGURES,
     *kernels.FIGURES,
     *scan.FIGURES,
+    weight_passes.FIGURE,
     CONTENTION,
 )
 """What ``--figure`` takes."""
@@ -69,6 +71,8 @@ def run_fits(paths: list[Path], machines: list[Path], figure: str) -> list[Fit]:
         fits += [found for found in kernels.fit(machines) if figure in ("", found.figure)]
     if figure in ("", *scan.FIGURES):
         fits += scan.fit(figure)
+    if figure in ("", weight_passes.FIGURE):
+        fits += weight_passes.fit()
     return fits
 
 

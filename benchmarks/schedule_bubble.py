@@ -13,7 +13,7 @@ from op_graphs.graph import OpGraph
 from schedules import ActionCosts, Schedule, simulate_costs
 from schedules.registry import build_schedule
 from tracesim.engine import Execution
-from tracesim.profiled_schedule import fetch_ns, pass_costs
+from tracesim.profiled_schedule import fetch_ns, pass_costs, posting_ns
 from tracesim.scenario import Scenario
 
 
@@ -25,7 +25,8 @@ def calculated_bubble(scenario: Scenario, graph: OpGraph, execution: Execution) 
     schedule = build_schedule(
         scenario.schedule, parallel.pp, parallel.vpp, scenario.training.num_microbatches
     )
-    return bubble_rate(schedule, pass_costs(graph, execution, schedule.stages // 2, fetch_ns(scenario)))
+    costs = pass_costs(graph, execution, schedule.stages // 2, fetch_ns(scenario), posting_ns(scenario))
+    return bubble_rate(schedule, costs)
 
 
 def bubble_rate(schedule: Schedule, costs: ActionCosts) -> float:

@@ -54,10 +54,10 @@ NOTES: dict[str, SourceNote] = {
     ),
     "zero-bubble": SourceNote(
         "GPT 1.5B to 28B with several schedules, 8 to 32 A100 (arXiv:2401.10241)",
-        "host.resume_us: 6 rows, by the paper's own profile",
-        "the 6.2B model's forward pass is 10 % slower in the paper's profile than here, its rows are fast too, and "
-        "the cause is not found; calculated bubbles are low because weight gradients are 7 to 12 % slower here and "
-        "forwards faster",
+        "host.resume_us: 6 rows, by the paper's own profile; gemm.dtypes.fp16: its passes for weights",
+        "a GELU that is not fused forward is inferred from the paper's profile, not stated; steps of the automatic "
+        "schedules take 6 to 12 % longer than the paper's own calculation from its profile, for which contention with "
+        "transfers explains a part here, least with 32 stages",
     ),
     "internevo": SourceNote(
         "InternLM 7B, 8 to 256 A100",

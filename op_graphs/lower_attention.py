@@ -244,6 +244,8 @@ def attention_backward(
     if d_gate is not None:
         d_qkv = _joined_gradient(builder, context, saved.sizes, d_qkv, d_gate)
     linear = layer_linear(context, layer, "qkv")
+    if context.model.qkv_bias and context.libraries.separate_biases:
+        pointwise.sum_bias_gradient(builder, context, linear.name, saved.sizes.qkv_bytes, linear.outputs)
     gradient = column_parallel_backward(builder, context, linear, normalized, d_qkv)
     pointwise.input_gradients(builder, context, "attention", products=3)
     return gradient
@@ -295,6 +297,8 @@ def _projection_forward(
     """
     linear = layer_linear(context, layer, "qkv")
     row = column_parallel_forward(builder, context, linear, normalized, keep_input=keep_input)
+    if context.model.qkv_bias and context.libraries.separate_biases:
+        row = pointwise.add_bias(builder, context, linear.name, sizes.qkv_bytes)
     apart = _key_bytes(sizes) if builder.keep_activations and _keys_again(context) else 0.0
     qkv = builder.activation("qkv", sizes.qkv_bytes - apart, row)
     keys = builder.temporary("keys", apart, row) if apart else None

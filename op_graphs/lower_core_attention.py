@@ -1,9 +1,11 @@
 """Lowering of core attention, the part between projections: fused (flash) or unfused, on one rank's tokens.
 
 Fused attention keeps q, k, v, its output and the log-sum-exp of each row (FlashAttention-2, Dao 2023). Unfused
-attention is the sequence of kernels Megatron-LM ran before fused attention: scores GEMM, fused scale-mask-softmax,
-dropout, context GEMM; it keeps the softmax, the dropout mask and the dropped softmax, 5 bytes a score (Korthikanti
-et al. 2022, section 4.1), unless core attention is recomputed.
+attention is the sequence of kernels Megatron-LM ran before fused attention (``megatron/legacy/model/transformer.py``,
+``CoreAttention``): scores GEMM, fused scale-mask-softmax, dropout, context GEMM, and a copy that brings the heads of a
+token together. Its backward scales the gradients of queries and keys, and joins them and that of the values to the
+one tensor that the projection made. It keeps the softmax, the dropout mask and the dropped softmax, 5 bytes a score
+(Korthikanti et al. 2022, section 4.1), unless core attention is recomputed.
 """
 
 from __future__ import annotations
@@ -247,6 +249,15 @@ def _score_elements(sizes: AttentionSizes) -> float:
     return float(sizes.batch) * sizes.heads * sizes.length * sizes.key_length
 
 
+def _read_share(sizes: AttentionSizes) -> float:
+    """Part of the score square that the softmax reads: with a causal mask what lies below the diagonal.
+
+    ``scaled_upper_triang_masked_softmax`` of Megatron-LM loads no more of a row, either direction, and writes zeros
+    behind it.
+    """
+    return 0.5 if sizes.causal and not sizes.window and sizes.length == sizes.key_length else 1.0
+
+
 def _unfused_forward(
     builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes, *, keep: bool
 ) -> tuple[Tensor, list[Tensor]]:
@@ -258,7 +269,7 @@ def _unfused_forward(
     row = builder.memory_bound(
         "scale_mask_softmax",
         OpKind.SOFTMAX,
-        read=score_bytes,
+        read=_read_share(sizes) * score_bytes,
         written=score_bytes,
         access="reduction",
         dtype=context.dtype,
@@ -277,6 +288,16 @@ def _unfused_forward(
         kept.append(builder.activation("dropped_softmax", score_bytes, row))
     mnk = (length, sizes.value_head_size, keys)
     row = _batched_gemm(builder, context, sizes, "attention_context", mnk, "NN")
+    of_heads = builder.temporary("context_of_heads", sizes.output_bytes, row)
+    row = builder.memory_bound(
+        "attention_context_copy",
+        OpKind.MEMCPY,
+        read=sizes.output_bytes,
+        written=sizes.output_bytes,
+        access="strided",
+        dtype=context.dtype,
+    )
+    builder.release(of_heads, row)
     output = builder.activation("attention_output", sizes.output_bytes, row)
     if not keep:
         for tensor in kept:
@@ -307,13 +328,25 @@ def _unfused_backward(
     builder.memory_bound(
         "scale_mask_softmax_backward",
         OpKind.SOFTMAX,
-        read=2 * score_bytes,
+        read=2 * _read_share(sizes) * score_bytes,
         written=score_bytes,
         access="reduction",
         dtype=context.dtype,
     )
     row = _batched_gemm(builder, context, sizes, "attention_query_grad", (length, head, keys), "NN")
-    d_qkv = builder.temporary("qkv_gradient", sizes.qkv_bytes, row)
+    apart = builder.temporary("qkv_gradients_of_heads", sizes.qkv_bytes, row)
     row = _batched_gemm(builder, context, sizes, "attention_key_grad", (keys, head, length), "NT")
     builder.release(d_scores, row)
-    return row, d_qkv
+    # ``baddbmm`` took the scale of the scores, which its backward multiplies the gradients of both operands by.
+    scaled = 2 * sizes.query_bytes
+    row = builder.memory_bound(
+        "qkv_gradient_join",
+        OpKind.MEMCPY,
+        read=scaled + sizes.qkv_bytes,
+        written=scaled + sizes.qkv_bytes,
+        access="strided",
+        passes=3,
+        dtype=context.dtype,
+    )
+    builder.release(apart, row)
+    return row, builder.temporary("qkv_gradient", sizes.qkv_bytes, row)

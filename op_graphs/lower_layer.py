@@ -389,16 +389,8 @@ def _residual_backward(
         )
         builder.release(mask, row)
         gradient = builder.temporary(f"{name}_gradient", size, row)
-    if _has_bias(context, linear) and not context.freezes_weights:
-        builder.memory_bound(
-            f"{linear}_bias_gradient",
-            OpKind.REDUCTION,
-            read=size,
-            written=context.gradient_dtype.itemsize * context.model.hidden_size,
-            access="reduction",
-            dtype=context.dtype,
-            phase=Phase.BACKWARD_WEIGHT,
-        )
+    if _has_bias(context, linear):
+        pointwise.sum_bias_gradient(builder, context, linear, size, context.model.hidden_size)
     return gradient
 
 

@@ -175,6 +175,8 @@ def mlp_backward(
         if tensor is not None:
             builder.release(tensor, row)
     d_fc1 = builder.temporary(f"{mlp.fc1.name}_gradient", first, row)
+    if context.model.mlp_bias and context.libraries.separate_biases:
+        pointwise.sum_bias_gradient(builder, context, mlp.fc1.name, first, mlp.fc1.outputs)
     gradient = column_parallel_backward(builder, context, mlp.fc1, normalized, d_fc1)
     pointwise.input_gradients(builder, context, "mlp", products=2 if context.model.gated else 1)
     return gradient

@@ -124,6 +124,13 @@ class LibraryPlan:
     separate_projections: bool = False
     """Whether queries, keys and values, and the two halves of a gated MLP, are linears of their own (torchtitan
     ``models/llama``, Hugging Face); else one product each."""
+    separate_biases: bool = False
+    """Whether the bias of the QKV projection is added by a kernel of its own, and the gradients of the biases of
+    column-parallel linears are summed by one each, as Megatron-LM's own linears do
+    (``core/tensor_parallel/layers.py``); else both are part of a product."""
+    gelu_fusion: bool = True
+    """Whether GELU and the bias in front of it are one kernel forward; else the ten tensor operations that Megatron-LM
+    writes them in (``core/fusions/fused_bias_gelu.py``), one by one."""
     deterministic: bool = False
     """Whether only kernels with reproducible results may run (``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``), which on
     Blackwell leaves FlashAttention 2 in place of cuDNN's attention; its time is not told apart."""

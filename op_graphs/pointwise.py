@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
-from .vocabulary import OpKind
+from .vocabulary import OpKind, Phase
 
 _SINGLE = 4.0
 """Bytes of an fp32 element."""
@@ -157,6 +157,11 @@ def activation(
 ) -> int:
     """An activation that makes ``second`` bytes of ``first``, twice as many if it is gated; returns its row."""
     eager = context.libraries.runs_eagerly("mlp") and first > second
+    if context.model.activation == "gelu" and not context.libraries.gelu_fusion:
+        # Ten operations, three of which read two tensors: 0.5 x (1 + tanh(0.7978 x (1 + 0.0447 x x))) of x = y + bias.
+        return builder.memory_bound(
+            name, OpKind.ELEMENTWISE, read=13 * first, written=10 * first, passes=10, dtype=context.dtype
+        )
     return builder.memory_bound(
         name,
         OpKind.ELEMENTWISE,
@@ -181,6 +186,33 @@ def activation_backward(
         passes=3 if eager else 1,
         function=not eager,
         dtype=context.dtype,
+    )
+
+
+def add_bias(builder: ProgramBuilder, context: LoweringContext, name: str, size: float) -> int:
+    """The bias of a linear added to its output of ``size`` bytes by a kernel of its own; returns the row."""
+    return builder.memory_bound(
+        f"{name}_bias", OpKind.ELEMENTWISE, read=size, written=size, dtype=context.dtype
+    )
+
+
+def sum_bias_gradient(
+    builder: ProgramBuilder, context: LoweringContext, name: str, size: float, outputs: int
+) -> None:
+    """The gradient of a bias: the sum over tokens of an output gradient of ``size`` bytes.
+
+    Autograd makes it in the backward for the input, also where the weight gradient is put off.
+    """
+    if context.freezes_weights:
+        return
+    builder.memory_bound(
+        f"{name}_bias_gradient",
+        OpKind.REDUCTION,
+        read=size,
+        written=context.gradient_dtype.itemsize * float(outputs),
+        access="reduction",
+        dtype=context.dtype,
+        phase=Phase.BACKWARD_WEIGHT,
     )
 
 

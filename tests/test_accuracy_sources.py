@@ -209,7 +209,12 @@ def test_runtimes_of_one_source_differ_by_their_schedule(tmp_path):
     assert (automatic.overlap.p2p, automatic.overlap.contention) == ("ahead", True)
     for scenario in (megatron, interleaved):
         assert (scenario.overlap.p2p, scenario.overlap.contention) == ("batched", False)
-    assert all(s.libraries.batch_fetch_waits for s in (automatic, megatron, interleaved))
+    for libraries in (s.libraries for s in (automatic, megatron, interleaved)):
+        assert (libraries.separate_biases, libraries.gelu_fusion, libraries.batch_fetch_waits) == (
+            True,
+            False,
+            False,
+        )
     # Its own runtime validates the optimizer's step behind it.
     assert [s.training.post_validation for s in (automatic, megatron, interleaved)] == [True, False, False]
 

@@ -395,6 +395,50 @@ def test_activations_of_a_gpt_layer(changes, formula):
     ] * scenario.model.layers
 
 
+def moved_bytes(graph: OpGraph, name: str) -> set[tuple[int, int]]:
+    """Bytes that operations of a name read and write, in all layers and microbatches."""
+    operations = graph.operations
+    rows = [row for row in range(len(operations)) if graph.strings[operations.name[row]] == name]
+    return {(int(operations.bytes_read[row]), int(operations.bytes_written[row])) for row in rows}
+
+
+def test_unfused_attention_reads_below_the_diagonal_and_brings_heads_together():
+    """Megatron-LM's CoreAttention: a softmax that loads what a causal mask leaves; the context copied to the layout of
+    the projection; gradients of q and k scaled (``baddbmm``'s alpha), and joined with that of v."""
+    _, graph = lowered(**GPT)
+    hidden, scores = 2 * 2 * 128 * 256, 2 * 2 * 8 * 128 * 128
+    assert moved_bytes(graph, "scale_mask_softmax") == {(scores // 2, scores)}
+    assert moved_bytes(graph, "scale_mask_softmax_backward") == {(scores, scores)}
+    assert moved_bytes(graph, "attention_context_copy") == {(hidden, hidden)}
+    assert moved_bytes(graph, "qkv_gradient_join") == {(5 * hidden, 5 * hidden)}
+    _, all_read = lowered(**{**GPT, "model__causal": False})
+    assert moved_bytes(all_read, "scale_mask_softmax") == {(scores, scores)}
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_biases_of_megatrons_own_linears_have_kernels(separate):
+    """``output + bias`` behind the QKV product, ``grad_output.sum(dim=0)`` for it and the sum that autograd makes for
+    FC1's; those of the other two linears are summed either way."""
+    biases = {"model__qkv_bias": True, "model__mlp_bias": True, "model__attention_output_bias": True}
+    _, graph = lowered(**{**GPT, **biases, "libraries": {"separate_biases": separate}})
+    hidden = 2 * 2 * 128 * 256
+    assert moved_bytes(graph, "qkv_bias") == ({(3 * hidden, 3 * hidden)} if separate else set())
+    for name, columns in (("qkv", 3), ("fc1", 4)):
+        read = {size for size, _ in moved_bytes(graph, f"{name}_bias_gradient")}
+        assert read == ({columns * hidden} if separate else set())
+    for name in ("fc2", "proj"):
+        assert {size for size, _ in moved_bytes(graph, f"{name}_bias_gradient")} == {hidden}
+
+
+def test_gelu_left_apart_is_ten_operations_three_of_which_read_two_tensors():
+    _, fused = lowered(**GPT)
+    _, apart = lowered(**{**GPT, "libraries": {"gelu_fusion": False}})
+    wide = 2 * 2 * 128 * 1024
+    assert moved_bytes(fused, "gelu") == {(wide, wide)}
+    assert moved_bytes(apart, "gelu") == {(13 * wide, 10 * wide)}
+    assert moved_bytes(apart, "gelu_backward") == moved_bytes(fused, "gelu_backward")
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (4, False), (4, True)])
 def test_activations_of_a_llama_layer(tp, sequence_parallel, qk_norm):

@@ -7,11 +7,12 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from op_graphs.vocabulary import OpKind
 from schedules import ScheduleError, build_schedule
 from tests.dense_scenarios import dense_mapping
 from tracesim.cli import main
 from tracesim.lowering import lower_scenario
-from tracesim.profiled_schedule import pass_costs
+from tracesim.profiled_schedule import pass_costs, posting_ns
 from tracesim.scenario import load_scenario
 from tracesim.simulation import iteration_ms, simulate
 
@@ -29,7 +30,8 @@ def test_the_times_are_those_of_the_passes_it_then_runs():
     simulation = simulate(scenario_with("greedy:memory=8,weight_memory=0.5,times=profiled"))
     used = options(simulation.scenario.schedule)
     assert set(used) == {"memory", "weight_memory", "forward", "input", "weight", "transfer"}
-    ran = pass_costs(simulation.graph, simulation.execution, 2)
+    posting = posting_ns(simulation.scenario)
+    ran = pass_costs(simulation.graph, simulation.execution, 2, posting=posting)
     for option, time in (
         ("forward", ran.forward),
         ("input", ran.backward_input),
@@ -38,6 +40,18 @@ def test_the_times_are_those_of_the_passes_it_then_runs():
     ):
         # In the profile passes run as they do in the step, and times are rounded to the microsecond.
         assert float(used[option]) == pytest.approx(time / 1e6, rel=0.02, abs=1e-3), option
+
+
+def test_a_profiled_transfer_is_received_waited_for_and_sent_on():
+    """A chain of transfers that the host launches one by one: over both kinds of links, with two launches a link."""
+    scenario = scenario_with("1f1b", parallel__pp=16, model__layers=16, overlap__p2p=True)
+    simulation = simulate(scenario)
+    operations = simulation.graph.operations
+    lasts = (simulation.execution.end - simulation.execution.start)[operations.kind == OpKind.P2P]
+    assert lasts.max() > 2 * lasts.min()
+    costs = pass_costs(simulation.graph, simulation.execution, 2, posting=posting_ns(scenario))
+    launch_ns = 1e3 * scenario.hardware.host.operation_us
+    assert costs.transfer == pytest.approx(lasts.mean() + 2 * launch_ns)
 
 
 def test_the_step_is_that_of_the_schedule_with_these_times():

@@ -3,7 +3,9 @@
 They run some steps with a schedule for equal times, take the times of each pass, and search a schedule for those
 (arXiv:2401.10241, section 3; ``core/pipeline_parallel/zb_schedules.py`` of its code). Their timer waits for the device
 before and after each pass and starts before a forward fetches its batch, so it sees passes that nothing runs beside,
-and a forward with the time the host takes to come back from that wait.
+and a forward with the time the host takes to come back from that wait. What they take as the time of a transfer is
+that of a chain of them down the pipeline and back over its links, each received, waited for and sent on by the host
+before the next can begin.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def with_profiled_schedule(scenario: Scenario, run: Callable[[Scenario, OpGraph]
         overlap=replace(scenario.overlap, contention=False),
     )
     graph = lower_scenario(profile)
-    costs = pass_costs(graph, run(profile, graph), parallel.stages // 2, fetch_ns(scenario))
+    costs = pass_costs(
+        graph, run(profile, graph), parallel.stages // 2, fetch_ns(scenario), posting_ns(scenario)
+    )
     rounded = {
         name: round(getattr(costs, name) / 1e6, _DIGITS_MS)
         for name in ("forward", "backward_input", "backward_weight", "transfer")
@@ -58,14 +62,22 @@ def fetch_ns(scenario: Scenario) -> float:
     return 1e3 * scenario.hardware.host.resume_us if scenario.libraries.batch_fetch_waits else 0.0
 
 
-def pass_costs(graph: OpGraph, execution: Execution, stage: int, fetch: float = 0.0) -> ActionCosts:
-    """Median times of the passes of a stage and of a transfer, in nanoseconds.
+def posting_ns(scenario: Scenario) -> float:
+    """What the host adds to a transfer that is received and sent on before the next: launching both, nanoseconds."""
+    return 2e3 * scenario.hardware.host.operation_us
+
+
+def pass_costs(
+    graph: OpGraph, execution: Execution, stage: int, fetch: float = 0.0, posting: float = 0.0
+) -> ActionCosts:
+    """Median times of the passes of a stage, and the mean of the transfers, in nanoseconds.
 
     Args:
         graph: of a step.
         execution: of it.
         stage: whose passes.
         fetch: added to a forward.
+        posting: added to a transfer.
     """
     segments = graph.segments
     lengths: dict[str, list[int]] = {letter: [] for letter in "FBIW"}
@@ -83,5 +95,5 @@ def pass_costs(graph: OpGraph, execution: Execution, stage: int, fetch: float = 
         forward=times.get("F", 0.0) + fetch,
         backward_input=for_input,
         backward_weight=times.get("W", 0.0),
-        transfer=float(np.median(lasts)) if len(lasts) else 0.0,
+        transfer=float(np.mean(lasts)) + posting if len(lasts) else 0.0,
     )

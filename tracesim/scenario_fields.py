@@ -242,6 +242,8 @@ FIELDS: dict[str, dict[str, FieldRule]] = {
         ),
         "fp32_norm_inputs": _flag(_LIBRARIES.fp32_norm_inputs),
         "separate_projections": _flag(_LIBRARIES.separate_projections),
+        "separate_biases": _flag(_LIBRARIES.separate_biases),
+        "gelu_fusion": _flag(_LIBRARIES.gelu_fusion),
         "deterministic": _flag(_LIBRARIES.deterministic),
         "batch_fetch_waits": _flag(_LIBRARIES.batch_fetch_waits),
         "nan_checks": _flag(_LIBRARIES.nan_checks),

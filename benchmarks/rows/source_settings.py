@@ -76,6 +76,10 @@ class SourceSettings:
     """Whether norms run again in the backward of runs that recompute nothing else."""
     separate_projections: bool = False
     """Whether queries, keys and values, and the halves of a gated MLP, are linears of their own."""
+    gelu_fusion: bool = True
+    """Whether GELU and the bias in front of it are one kernel forward."""
+    separate_biases: bool = False
+    """Whether linears are Megatron-LM's own, whose biases are added, and their gradients summed, by kernels apart."""
     flat_parameters: bool = False
     """Whether ZeRO-3 is PyTorch's first FSDP, with a flat parameter a unit."""
     root_unit: bool = False
@@ -124,6 +128,7 @@ SETTINGS: dict[str, SourceSettings] = {
     # after the backward pass. Overlapped point-to-point transfers came to Megatron-LM in 2023.
     "korthikanti2022": SourceSettings(
         dtype="fp16",
+        separate_biases=True,
         grad_reduce_dtype="fp16",
         zero=0,
         attention="unfused",
@@ -143,6 +148,7 @@ SETTINGS: dict[str, SourceSettings] = {
     # arXiv:2104.04473: as above; the TFLOP/s of Table 1 count the recomputed forward (equation 3).
     "megatron-sc21": SourceSettings(
         dtype="fp16",
+        separate_biases=True,
         grad_reduce_dtype="fp16",
         recompute="full",
         zero=0,
@@ -159,6 +165,7 @@ SETTINGS: dict[str, SourceSettings] = {
     "vtrain-ground-truth": SourceSettings(
         vocab_size=50257,
         dtype="fp16",
+        separate_biases=True,
         grad_reduce_dtype="fp16",
         recompute="full",
         zero=0,
@@ -243,9 +250,13 @@ SETTINGS: dict[str, SourceSettings] = {
     # transfers in batches (batch_p2p_comm) and waits for the device behind each (batch_p2p_sync); the runtime of the
     # automatic schedules (core/pipeline_parallel/zb_schedules.py) posts batches too, but waits only for what a pass
     # reads, so that transfers run beside compute and take SMs from it, and validates the optimizer's step behind it, as
-    # the script has it for all but fp32 (--enable-optimizer-post-validation). broadcast_data waits for the device
-    # (core/tensor_parallel/data.py); that get_batch called it on all stages in the fork of September 2023 is inferred:
-    # its public pretrain_gpt.py is newer and leaves out the stages between.
+    # the script has it for all but fp32 (--enable-optimizer-post-validation). The script has layers of Megatron-LM's
+    # own (--transformer-impl local), and get_batch (pretrain_gpt.py) fetches nothing between first and last stage. That
+    # GELU is not fused forward is inferred, no source says it: in the paper's profile (table 6) forwards of all four
+    # models take longer than their kernels by 75 to 117 us (91 and 94 for several sequences a microbatch) for each
+    # million hidden activations and layer, and backwards take no longer. The ten tensor operations of bias_gelu one
+    # by one, in place of one kernel, are 94. A time of the host for each forward, which stood here before, leaves
+    # 1.5B and 6.2B 10 % short, and one for each score explains the four less evenly.
     "zero-bubble": SourceSettings(
         vocab_size=32_000,
         dtype="fp16",
@@ -256,7 +267,8 @@ SETTINGS: dict[str, SourceSettings] = {
         overlap={**_NO_OVERLAP, "p2p": "batched"},
         overlap_by_schedule={"zb": {"p2p": "ahead", "contention": True}},
         post_validation=("zb",),
-        batch_fetch_waits=True,
+        separate_biases=True,
+        gelu_fusion=False,
         embedding_counts_as_layer=True,
         uneven_stages=True,
         notes=("fp16, unfused attention and 32,000 words are the source's, not the row's",),

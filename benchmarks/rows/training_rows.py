@@ -148,6 +148,8 @@ def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
             "eager": _eager(row, settings),
             "fp32_norm_inputs": settings.fp32_norm_inputs,
             "separate_projections": settings.separate_projections,
+            "separate_biases": settings.separate_biases,
+            "gelu_fusion": settings.gelu_fusion,
             "batch_fetch_waits": settings.batch_fetch_waits,
             "torch_pipelining": settings.torch_pipelining,
             "expandable_segments": settings.expandable_segments,
