@@ -44,11 +44,11 @@ def test_the_times_are_those_of_the_passes_it_then_runs():
 
 def test_a_profiled_transfer_is_received_waited_for_and_sent_on():
     """A chain of transfers that the host launches one by one: over both kinds of links, with two launches a link."""
-    scenario = scenario_with("1f1b", parallel__pp=16, model__layers=16, overlap__p2p=True)
+    scenario = scenario_with("1f1b", parallel__pp=16, model__layers=16)
     simulation = simulate(scenario)
     operations = simulation.graph.operations
     lasts = (simulation.execution.end - simulation.execution.start)[operations.kind == OpKind.P2P]
-    assert lasts.max() > 2 * lasts.min()
+    assert lasts.max() > 1.5 * lasts.min()
     costs = pass_costs(simulation.graph, simulation.execution, 2, posting=posting_ns(scenario))
     launch_ns = 1e3 * scenario.hardware.host.operation_us
     assert costs.transfer == pytest.approx(lasts.mean() + 2 * launch_ns)

@@ -253,7 +253,7 @@ SETTINGS: dict[str, SourceSettings] = {
     # the script has it for all but fp32 (--enable-optimizer-post-validation). The script has layers of Megatron-LM's
     # own (--transformer-impl local), and get_batch (pretrain_gpt.py) fetches nothing between first and last stage. That
     # GELU is not fused forward is inferred, no source says it: in the paper's profile (table 6) forwards of all four
-    # models take longer than their kernels by 75 to 117 us (91 and 94 for several sequences a microbatch) for each
+    # models take longer than their kernels by 71 to 117 us (85 and 87 for several sequences a microbatch) for each
     # million hidden activations and layer, and backwards take no longer. The ten tensor operations of bias_gelu one
     # by one, in place of one kernel, are 94. A time of the host for each forward, which stood here before, leaves
     # 1.5B and 6.2B 10 % short, and one for each score explains the four less evenly.
