@@ -137,8 +137,8 @@ def _wanted(row: MeasuredRow) -> list[Wanted]:
     by_layer = row.smaller is not None
     allocator = not (row.allocated_gib is row.reserved_gib is None)
     of_layers = not (row.activations is row.state_gib is None)
-    bubble, update_only = row.bubble_pct is not None, row.update_only
-    wanted = [Wanted(row.scenario, allocator, by_layer, bubble, of_layers, update_only)]
+    bubble, composed = row.bubble_pct is not None, row.composed
+    wanted = [Wanted(row.scenario, allocator, by_layer, bubble, of_layers, composed)]
     wanted += [
         Wanted(other, optimizer=by_layer, layers=of_layers)
         for other in (row.smaller, row.baseline)
@@ -279,7 +279,7 @@ def _predicted(row: MeasuredRow, figures: Figures) -> dict[str, float | None]:
     report = _report_of(row.scenario, figures)
     measured_on = report if row.memory_stage is None else report["stages"][row.memory_stage]
     predicted = {
-        "time": report.get("update_only_time_ms" if row.update_only else "", report["iteration_time_ms"]),
+        "time": report.get("composed_time_ms" if row.composed else "", report["iteration_time_ms"]),
         "allocated": measured_on["peak_allocated_blocks_gib"],
         "reserved": measured_on["peak_reserved_gib"],
         "activations": None,

@@ -49,8 +49,8 @@ NOTES: dict[str, SourceNote] = {
     "vtrain-ground-truth": SourceNote(
         "GPT of width 1,024 to 12,288, 412 of 443 rows on one node of A100, which are sums of parts (below)",
         "host.operation_us: 220 rows",
-        "small models, bound by launches: layers at tp 8 took half as long again as at tp 4 with the same launches, "
-        "and one time a lowered operation stands for all kinds of them",
+        "small models, bound by launches, whose parts scatter by a quarter with the same launches, and one time a "
+        "lowered operation stands for all kinds of them; layers with all-reduces of 16 MiB and more took longer",
     ),
     "zero-bubble": SourceNote(
         "GPT 1.5B to 28B with several schedules, 8 to 32 A100 (arXiv:2401.10241)",

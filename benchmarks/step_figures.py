@@ -32,7 +32,7 @@ class Wanted:
     optimizer: bool = False
     bubble: bool = False
     layers: bool = False
-    update_only: bool = False
+    composed: bool = False
 
     @property
     def operations(self) -> int:
@@ -63,7 +63,7 @@ def figures_of(
             known.optimizer or item.optimizer,
             known.bubble or item.bubble,
             known.layers or item.layers,
-            known.update_only or item.update_only,
+            known.composed or item.composed,
         )
     if runner is not None:
         return {key: _attempt(runner, item.scenario) for key, item in tasks.items()}
@@ -84,7 +84,7 @@ def _collect_rarely() -> None:
 def _figures_or_reason(item: Wanted) -> RunReport | str:
     return _attempt(
         lambda scenario: step_figures(
-            scenario, item.allocator, item.optimizer, item.bubble, item.layers, item.update_only
+            scenario, item.allocator, item.optimizer, item.bubble, item.layers, item.composed
         ),
         item.scenario,
     )
@@ -103,22 +103,22 @@ def step_figures(
     optimizer: bool = True,
     bubble: bool = True,
     layers: bool = False,
-    update_only: bool = False,
+    composed: bool = False,
 ) -> dict[str, Any]:
     """The part of a scenario's report that rows are compared with, under the report's keys.
 
     Without ``allocator`` what only its replay tells is None, without ``optimizer`` the time of the optimizer, without
     ``bubble`` the one that papers calculate of a schedule (``calculated_bubble_fraction``, not in the report). With
-    ``layers`` there is the memory of the layers alone, with ``update_only`` the time of a step without what is around
-    its update (``update_only_time_ms``), which are not in the report either.
+    ``layers`` there is the memory of the layers alone, with ``composed`` the sum of the parts of a step
+    (``composed_time_ms``), which are not in the report either.
 
     Raises:
         ValueError: as ``tracesim.simulation.simulate``.
     """
     # The simulator takes its time to import, and reading rows does not need it.
+    from benchmarks.composed import composed_ms
     from benchmarks.layer_memory import layer_memory
     from benchmarks.schedule_bubble import calculated_bubble
-    from benchmarks.update_only import update_only_ms
     from op_graphs.vocabulary import MemoryCategory
     from tracesim.report import breakdown
     from tracesim.simulation import simulate
@@ -150,7 +150,7 @@ def step_figures(
     ]
     return {
         "iteration_time_ms": execution.iteration_ns / 1e6,
-        **({"update_only_time_ms": update_only_ms(scenario, graph)} if update_only else {}),
+        **({"composed_time_ms": composed_ms(scenario, graph)} if composed else {}),
         "calculated_bubble_fraction": calculated_bubble(scenario, graph, execution) if bubble else None,
         **{
             key: max(stage[key] for stage in stages) if stages[0][key] is not None else None

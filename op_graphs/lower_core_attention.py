@@ -5,7 +5,8 @@ attention is the sequence of kernels Megatron-LM ran before fused attention (``m
 ``CoreAttention``): scores GEMM, fused scale-mask-softmax, dropout, context GEMM, and a copy that brings the heads of a
 token together. Its backward scales the gradients of queries and keys, and joins them and that of the values to the
 one tensor that the projection made. It keeps the softmax, the dropout mask and the dropped softmax, 5 bytes a score
-(Korthikanti et al. 2022, section 4.1), unless core attention is recomputed.
+(Korthikanti et al. 2022, section 4.1), unless core attention is recomputed. Where the fused softmax cannot run
+:mod:`.lower_score_softmax` has what does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from .graph import AttentionShape, GemmShape
 from .imbalance import Documents
+from .lower_score_softmax import kernel_runs, softmax_backward, softmax_forward
 from .lowering_context import LoweringContext
 from .program import ProgramBuilder, Tensor
 from .vocabulary import OpKind
@@ -258,6 +260,10 @@ def _read_share(sizes: AttentionSizes) -> float:
     return 0.5 if sizes.causal and not sizes.window and sizes.length == sizes.key_length else 1.0
 
 
+def _softmax_is_fused(sizes: AttentionSizes) -> bool:
+    return kernel_runs(sizes.batch * sizes.heads, sizes.length, sizes.key_length, causal=sizes.causal)
+
+
 def _unfused_forward(
     builder: ProgramBuilder, context: LoweringContext, sizes: AttentionSizes, *, keep: bool
 ) -> tuple[Tensor, list[Tensor]]:
@@ -266,16 +272,8 @@ def _unfused_forward(
     score_bytes = sizes.item * elements
     row = _batched_gemm(builder, context, sizes, "attention_scores", (length, keys, sizes.head_size), "TN")
     raw = builder.temporary("attention_scores", score_bytes, row)
-    row = builder.memory_bound(
-        "scale_mask_softmax",
-        OpKind.SOFTMAX,
-        read=_read_share(sizes) * score_bytes,
-        written=score_bytes,
-        access="reduction",
-        dtype=context.dtype,
-    )
-    builder.release(raw, row)
-    kept = [builder.activation("softmax", score_bytes, row)]
+    fused = _softmax_is_fused(sizes)
+    row, kept = softmax_forward(builder, context, elements, raw, read_share=_read_share(sizes), fused=fused)
     if context.model.attention_dropout > 0:
         row = builder.memory_bound(
             "attention_dropout",
@@ -284,6 +282,8 @@ def _unfused_forward(
             written=score_bytes + elements,
             dtype=context.dtype,
         )
+        if not fused:
+            builder.release(kept.pop(), row)
         kept.append(builder.activation("attention_dropout_mask", elements, row))
         kept.append(builder.activation("dropped_softmax", score_bytes, row))
     mnk = (length, sizes.value_head_size, keys)
@@ -325,13 +325,8 @@ def _unfused_backward(
             written=score_bytes,
             dtype=context.dtype,
         )
-    builder.memory_bound(
-        "scale_mask_softmax_backward",
-        OpKind.SOFTMAX,
-        read=2 * _read_share(sizes) * score_bytes,
-        written=score_bytes,
-        access="reduction",
-        dtype=context.dtype,
+    softmax_backward(
+        builder, context, elements, read_share=_read_share(sizes), fused=_softmax_is_fused(sizes)
     )
     row = _batched_gemm(builder, context, sizes, "attention_query_grad", (length, head, keys), "NN")
     apart = builder.temporary("qkv_gradients_of_heads", sizes.qkv_bytes, row)

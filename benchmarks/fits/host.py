@@ -26,7 +26,7 @@ from .result import Fit, expressed, installed_value, time_ms
 OPERATION, RESUME = "host.operation_us", "host.resume_us"
 PROFILE = "a100-sxm-80g"
 _SMALL_HIDDEN, _SMALL_LAYERS, _NODE = 1024, 24, 8
-_VALUES_US = (0.0, 40.0, 80.0)
+_VALUES_US = (0.0, 80.0, 120.0)
 """Where rows are simulated; the time of each is taken as linear in between."""
 EAGER_PROFILE = "h100-sxm"
 _EAGER_VALUES_US = (0.0, 110.0, 130.0, 150.0, 170.0, 190.0)
@@ -107,7 +107,7 @@ def _errors(rows: Sequence[MeasuredRow], operation_us: float) -> list[float]:
         assert row.time_ms is not None
         hardware = row.scenario.hardware
         changed = replace(hardware, host=replace(hardware.host, operation_us=operation_us))
-        predicted = time_ms(replace(row.scenario, hardware=changed), update_only=row.update_only)
+        predicted = time_ms(replace(row.scenario, hardware=changed), composed=row.composed)
         errors.append(100 * (predicted / row.time_ms - 1))
     return errors
 

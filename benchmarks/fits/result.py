@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.accuracy import read_rows
+from benchmarks.composed import composed_ms
 from benchmarks.rows import MeasuredRow, RowFile, RowSkippedError, express
 from benchmarks.rows.dispatch import source_name
-from benchmarks.update_only import update_only_ms
 from hardware_profiles import load_profile
 from tracesim.lowering import lower_scenario
 from tracesim.scenario import Scenario
@@ -77,6 +77,6 @@ def expressed(files: Sequence[Path]) -> Iterator[tuple[str, MeasuredRow]]:
                 yield source_name(row, file), measured
 
 
-def time_ms(scenario: Scenario, *, update_only: bool = False) -> float:
-    """Iteration time of a simulated scenario, or the part of it that rows with ``update_only`` hold."""
-    return update_only_ms(scenario, lower_scenario(scenario)) if update_only else iteration_ms(scenario)
+def time_ms(scenario: Scenario, *, composed: bool = False) -> float:
+    """Iteration time of a simulated scenario, or the sum of parts that rows with ``composed`` hold."""
+    return composed_ms(scenario, lower_scenario(scenario)) if composed else iteration_ms(scenario)

@@ -58,8 +58,8 @@ class MeasuredRow:
     """Pipeline stage whose memory was measured; None where it is the largest of all."""
     notes: tuple[str, ...] = field(default=())
     """What was taken from the source as a whole rather than from the row."""
-    update_only: bool = False
-    """Whether the time holds of the optimizer step nothing but the update (``update_only``)."""
+    composed: bool = False
+    """Whether the time is a sum of parts (``benchmarks/composed.py``)."""
     reserved_by_rank: Mapping[int, float] = field(default_factory=dict)
     """Reserved memory of single ranks in GiB, by global rank."""
 

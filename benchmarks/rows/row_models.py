@@ -224,7 +224,11 @@ def model_of(row: Mapping[str, Any], settings: SourceSettings) -> str | dict[str
     if vocab is None:
         raise RowSkippedError(f"the row does not say the vocabulary of {name}")
     ffn = stated.get("ffn_size", 4 * stated["hidden_size"])
-    return {"name": name, **_GPT, **stated, "ffn_size": ffn, "vocab_size": vocab}
+    described = {"name": name, **_GPT, **stated, "ffn_size": ffn, "vocab_size": vocab}
+    if settings.vocab_unpadded:
+        tp = count_at(mapping_at(row, "parallel"), "tp", default=1)
+        described |= {"vocab_size": vocab // tp * tp, "vocab_padding_multiple": 1}
+    return described
 
 
 def read_model_of(reference: str | Mapping[str, Any]) -> ModelDescription:

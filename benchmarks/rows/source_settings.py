@@ -7,7 +7,8 @@ otherwise; None means the source does not say, and a row that does not say eithe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from op_graphs.model_flops import FlopsConvention
 
@@ -30,6 +31,8 @@ class SourceSettings:
     frameworks: tuple[str, ...] = ()
     """Row frameworks, by prefix, that are plain Megatron-like runs; empty accepts any."""
     vocab_size: int | None = None
+    vocab_unpadded: bool = False
+    """Whether the vocabulary is not padded: each tensor-parallel rank has the whole part of its share."""
     seq_len: int | None = None
     dtype: str | None = None
     grad_reduce_dtype: str = "fp32"
@@ -61,8 +64,8 @@ class SourceSettings:
     gpu_in: Mapping[str, str] = field(default_factory=dict)
     """GPUs of tables, by their beginning, where the rows' own name leaves the card open."""
     composed_in: tuple[str, ...] = ()
-    """Tables, by their beginning, whose times are sums of parts: no host waits between stages, and the optimizer step
-    is the update alone."""
+    """Tables, by their beginning, whose times are sums of parts (``benchmarks/composed.py``), where no host waits
+    between stages."""
     packed_as_whole: bool = False
     """Whether packed samples of unstated lengths count as whole sequences."""
     transformer_engine: bool = True
@@ -108,6 +111,13 @@ class SourceSettings:
     notes: tuple[str, ...] = ()
     refused: str = ""
     """Why no row of the source is expressed."""
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings that differ for the rows of a table, by its beginning and the names of the fields."""
+
+    def of_table(self, table: str) -> SourceSettings:
+        """The settings of the rows of a table."""
+        changes = next((changes for name, changes in self.tables.items() if table.startswith(name)), None)
+        return replace(self, **changes) if changes else self
 
     def gpu_of(self, table: str, named: str) -> str:
         """The GPU of a row of a table that names one."""
@@ -158,10 +168,17 @@ SETTINGS: dict[str, SourceSettings] = {
     ),
     # vTrain: Megatron-DeepSpeed with fp16, 1F1B and recompute by the configurations in its repository; 50257 words. Its
     # times of one node are sums of parts: they lie on lines over microbatches, layers and replicas to the microsecond.
-    # What is not of microbatches grows by 20.5 ps a parameter at dp 1: 28 bytes, which Adam alone moves, at the rate of
-    # an A100 of 40 GB, where the whole step of Megatron-LM moves more than twice as many. All of these models fit 40
-    # GB, those of several nodes do not; the source does not say the card. With pipelines it is that and the sum of the
-    # stages, a quarter of a millisecond from what rows without a pipeline say of these: nothing waits between stages.
+    # What not to count in them is in ``benchmarks/composed.py``. The rows themselves say more:
+    # - What is not of microbatches grows by 20.5 ps a parameter at dp 1: 28 bytes, which Adam alone moves, at the rate
+    #   of an A100 of 40 GB. All of these models fit 40 GB, those of several nodes do not; the source does not say the
+    #   card. With pipelines it is that and the sum of the stages, to a quarter of a millisecond: nothing waits between
+    #   stages.
+    # - Nothing is recomputed. With pipelines a microbatch takes as long as the layers of the last stage and the head,
+    #   with recompute on the others they would take longer; and where kernels bound a layer (tp 1, microbatches of 8)
+    #   it takes 0.76 of what it would with recompute, and 1.02 of what it does without.
+    # - The parts are those of the source's own model (``src/model``, ``src/trainer.py``): each rank has the whole part
+    #   of its share of the vocabulary, not padded, and the loss is PyTorch's. A head of 50257 columns, an odd number,
+    #   takes three times as long as one of 25128 on each of two ranks.
     "vtrain-ground-truth": SourceSettings(
         vocab_size=50257,
         dtype="fp16",
@@ -174,7 +191,10 @@ SETTINGS: dict[str, SourceSettings] = {
         overlap=_NO_OVERLAP,
         composed_in=("single-node",),
         gpu_in={"single-node": "A100 40GB"},
-        notes=("fp16, full recompute, no ZeRO and unfused attention are the source's, not the row's",),
+        tables={
+            "single-node": {"recompute": "none", "vocab_unpadded": True, "cross_entropy_fusion": "torch"}
+        },
+        notes=("fp16, recompute by table, no ZeRO and unfused attention are the source's, not the row's",),
     ),
     # BigScience: Megatron-DeepSpeed of early 2022, fp16, ZeRO-1, full activation checkpointing, 250k words. The
     # stated sizes agree with that vocabulary and a tied embedding.

@@ -87,7 +87,7 @@ def express(row: Mapping[str, Any], label: str, source: str) -> MeasuredRow:
     metrics = mapping_at(row, "metrics")
     if metrics.get("oom"):
         raise RowSkippedError("the run ended out of memory")
-    settings = SETTINGS.get(source, UNKNOWN_SOURCE)
+    settings = SETTINGS.get(source, UNKNOWN_SOURCE).of_table(text_at(row, "table"))
     configuration = configuration_of(row, source)
     scenario = scenario_for(row, label, source)
     time_ms = iteration_ms(metrics, scenario, settings)
@@ -107,13 +107,13 @@ def express(row: Mapping[str, Any], label: str, source: str) -> MeasuredRow:
         reserved,
         bubble and 100 * bubble,
         notes=(*settings.notes, *configuration.notes),
-        update_only=_is_composed(row, settings),
+        composed=_is_composed(row, settings),
     )
 
 
 def scenario_for(row: Mapping[str, Any], label: str, source: str) -> Scenario:
     """The scenario of a row; raise RowSkippedError with what is missing or not expressed."""
-    settings = SETTINGS.get(source, UNKNOWN_SOURCE)
+    settings = SETTINGS.get(source, UNKNOWN_SOURCE).of_table(text_at(row, "table"))
     if settings.refused:
         raise RowSkippedError(settings.refused)
     framework = text_at(row, "framework")

@@ -6,9 +6,12 @@ more elements of ``k``. A product that lasts is slowed to the rate the chip sust
 on short products only. Part of the output is written after the last multiplication and is not hidden. Products with
 few tiles and a long ``k`` are split along ``k``.
 
-Left out: the L2 cache, stream-K schedulers (which fill the last wave), tiles chosen by a kernel heuristic that is not
-the fastest one, and operands whose rows are not multiples of 16 bytes. ``docs/compute_cost.md`` holds the formula with
-its residuals. The wave model is the one of NVIDIA's "Matrix Multiplication Background" guide.
+Operands or outputs whose rows are not multiples of 16 bytes (a vocabulary that is not padded) cannot be loaded or
+stored in vectors, and libraries fall back to slower kernels.
+
+Left out: the L2 cache, stream-K schedulers (which fill the last wave), and tiles chosen by a kernel heuristic that is
+not the fastest one. ``docs/compute_cost.md`` holds the formula with its residuals. The wave model is the one of
+NVIDIA's "Matrix Multiplication Background" guide.
 """
 
 from __future__ import annotations
@@ -29,6 +32,15 @@ SPLIT_PARTIAL_BYTES = 8
 
 OPERAND_ALIGNMENT_BYTES = 16
 """Contiguous rows must be multiples of this for the vector loads that the rates assume."""
+
+ASYNCHRONOUS_COPY_BYTES = 4
+"""Smallest piece that ``cp.async`` copies to shared memory (PTX ISA); rows of odd multiples of two bytes go through
+registers."""
+
+UNALIGNED_RATIO, ODD_RATIO = 1 / 1.5, 1 / 3
+"""Rate with rows that are not multiples of 16 bytes, of which real kernels take 1.3 to 1.7 times as long, and with rows
+that are not even multiples of 4: a head on an odd vocabulary takes three times as long (Netflix, "Scaling LLM
+Post-Training at Netflix", 2026)."""
 
 
 def gemm_ns(
@@ -55,6 +67,7 @@ def gemm_ns(
     output_bytes = _output_bytes(shape)
     work = 2.0 * shape.m * shape.n * shape.k * shape.count
     epilogue = figures.exposed_epilogue * output_bytes / bandwidth_byte_per_ns
+    peak_flop_per_ns *= alignment_ratio(shape)
     sustained = work / (peak_flop_per_ns * figures.sustained_efficiency)
     traffic = traffic_bytes or gemm_traffic_bytes(shape)
     mainloop_rate = peak_flop_per_ns * figures.mainloop_efficiency
@@ -141,10 +154,17 @@ def gemm_traffic_bytes(shape: GemmShape) -> float:
     return shape.count * operands + _output_bytes(shape)
 
 
-def is_aligned(shape: GemmShape) -> bool:
-    """Whether the contiguous rows of both operands and of the output are multiples of 16 bytes."""
+def is_aligned(shape: GemmShape, multiple: int = OPERAND_ALIGNMENT_BYTES) -> bool:
+    """Whether the contiguous rows of both operands and of the output are multiples of so many bytes."""
     contiguous = (shape.m, shape.n) if shape.layout == "NT" else (shape.k, shape.n)
-    return all(size * shape.dtype.itemsize % OPERAND_ALIGNMENT_BYTES == 0 for size in contiguous)
+    return all(size * shape.dtype.itemsize % multiple == 0 for size in contiguous)
+
+
+def alignment_ratio(shape: GemmShape) -> float:
+    """The rate of a product relative to one whose rows are multiples of 16 bytes."""
+    if is_aligned(shape):
+        return 1.0
+    return UNALIGNED_RATIO if is_aligned(shape, ASYNCHRONOUS_COPY_BYTES) else ODD_RATIO
 
 
 def _output_bytes(shape: GemmShape) -> float:
