@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import http.client
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -102,7 +103,12 @@ def test_a_connection_opened_ahead_of_need_does_not_block(trace: Path) -> None:
 
 
 def test_ctrl_c_ends_the_server(trace: Path) -> None:
-    assert not open_trace(trace, port=0, open_browser=Browser(lambda _: _thread.interrupt_main()))
+    """Python's own handler, also where the tests run in the background of a shell, which leaves SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert not open_trace(trace, port=0, open_browser=Browser(lambda _: _thread.interrupt_main()))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_busy_port_is_named_before_a_browser_opens(trace: Path) -> None:
