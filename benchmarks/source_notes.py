@@ -49,8 +49,8 @@ NOTES: dict[str, SourceNote] = {
     "vtrain-ground-truth": SourceNote(
         "GPT of width 1,024 to 12,288, 412 of 443 rows on one node of A100, which are sums of parts (below)",
         "host.operation_us: 220 rows",
-        "small models, bound by launches, whose parts scatter by a quarter with the same launches, and one time a "
-        "lowered operation stands for all kinds of them; layers with all-reduces of 16 MiB and more took longer",
+        "small models, bound by launches, whose parts scatter by a quarter with the same launches; layers with "
+        "all-reduces of 16 MiB and more took longer",
     ),
     "zero-bubble": SourceNote(
         "GPT 1.5B to 28B with several schedules, 8 to 32 A100 (arXiv:2401.10241)",
@@ -60,7 +60,7 @@ NOTES: dict[str, SourceNote] = {
         "transfers explains a part here, least with 32 stages",
     ),
     "internevo": SourceNote(
-        "InternLM 7B, 8 to 256 A100",
+        "InternLM 7B, 8 to 1,024 A100",
         "no",
         "its layers are less fused than those of Megatron-LM, which is read from its code; what is left, 5 to 9 % at 8 "
         "to 64 GPUs, was not found. Broadcasts by 256 owners over 32 nodes take twice as long as rings one after "
@@ -91,12 +91,15 @@ NOTES: dict[str, SourceNote] = {
     ),
     "megatron-golden": SourceNote("functional tests of Megatron-LM, memory of the last rank"),
     "megatron-bridge-ablations": SourceNote(
-        "Moonlight 16B on 8 H100 and Nemotron 3 Nano on 16, with one setting changed at a time",
+        "Moonlight 16B on 8 H100, Nemotron 3 Nano on 16 and Llama 3 70B fine-tuned on 32, with one setting changed "
+        "at a time",
         "no",
         "one small microbatch a step, so what the host does decides; the rows are meant for their differences",
     ),
     "megatron-sc21": SourceNote("GPT 162B to 530B on 384 to 1,536 A100 (arXiv:2104.04473)"),
-    "moe-modelzoo": SourceNote("Qwen3-235B-A22B on 256 H100, launch scripts of Megatron-MoE-ModelZoo"),
+    "moe-modelzoo": SourceNote(
+        "Qwen3-235B-A22B and Qwen3-Next on H100, GB200 and GB300, launch scripts of Megatron-MoE-ModelZoo"
+    ),
     "nemo-24.07": SourceNote(
         "NeMo recipes on H100 in fp8, 2024; the page does not say what is recomputed",
         "rate of 8-bit products",

@@ -78,7 +78,7 @@ def _weights(rules: DataParallelism, units: Sequence[Bucket]) -> list[ChunkBuffe
     if not rules.copies_units:
         return held
     # A unit is gathered into a buffer that is held until the next one is copied out of its own.
-    ends = [*begins[1:], Moment(Edge.FIRST_FORWARD)]
+    ends = [*begins[1:], Moment(Edge.FIRST_FORWARD)][: len(begins)]
     return held + [
         ChunkBuffer(
             "gathered_weights",

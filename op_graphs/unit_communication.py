@@ -31,6 +31,8 @@ class GradientReduction:
         self._begin = len(builder)
         self._placement = GRADIENTS.chosen(rules.context.overlap.grad_reduce)
         self._gradients: dict[tuple[Bucket, str], Tensor] = {}
+        self._added: dict[tuple[Bucket, str], int] = {}
+        """Row from which the gradient of a module lives that is added at once."""
         self._input: Tensor | None = None
         """What the reduction before this one reads."""
 
@@ -38,10 +40,10 @@ class GradientReduction:
         """Reduce every bucket whose last gradient the operations added since the last call complete."""
         builder, rules = self._builder, self._rules
         for bucket in list(self._adding):
-            self._hold_single_gradients(bucket)
+            self._note_added_gradients(bucket)
             if self._is_complete(bucket):
                 self._adding.remove(bucket)
-                self._release_single_gradients(bucket, builder.last_row)
+                self._hold_added_gradients(bucket)
         for bucket in list(self._open):
             if rules.copies_units and rules.reduces_every_microbatch:
                 self._hold_single_gradients(bucket)
@@ -65,13 +67,28 @@ class GradientReduction:
             if module not in builder.gradient_rows or (bucket, module) in self._gradients:
                 continue
             row = builder.gradient_rows[module] if builder.gradient_rows[module] >= 0 else self._begin
-            if bucket in self._adding:
-                # What is added at once is held until the unit is complete all the same.
-                row = min(row + 1, builder.last_row)
             size = self._rules.context.item * elements
             self._gradients[bucket, module] = builder.allocate(
                 "unsharded_gradients", size, row, MemoryCategory.GRADIENTS
             )
+
+    def _note_added_gradients(self, bucket: Bucket) -> None:
+        for module, _ in bucket.gradient_elements:
+            row = self._builder.gradient_rows.get(module)
+            if row is not None and (bucket, module) not in self._added:
+                row = row if row >= 0 else self._begin
+                self._added[bucket, module] = min(row + 1, self._builder.last_row)
+
+    def _hold_added_gradients(self, bucket: Bucket) -> None:
+        """What is added at once is held until its unit is complete all the same.
+
+        Where passes for the weight are apart, no pass completes a unit, and nothing waits for one.
+        """
+        builder = self._builder
+        for module, elements in bucket.gradient_elements:
+            size, row = self._rules.context.item * elements, self._added[bucket, module]
+            held = builder.allocate("unsharded_gradients", size, row, MemoryCategory.GRADIENTS)
+            builder.release(held, builder.last_row)
 
     def _release_single_gradients(self, bucket: Bucket, row: int) -> None:
         for module, _ in bucket.gradient_elements:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from op_graphs.chunk_buffers import Edge, Moment
 from op_graphs.graph import Buffers
 from op_graphs.lower_step import RankPrograms
 from op_graphs.program import GraphNames
+from op_graphs.vocabulary import Stream
 
 from .actions import ActionKind
 from .copies import Part
@@ -26,18 +29,21 @@ def held_buffers(programs: Sequence[RankPrograms], actions: Sequence[Part], name
     for rank, of_rank in enumerate(programs):
         for chunk in of_rank.chunks:
             edges = _edges(placed[rank, chunk.chunk.stage]) if chunk.held else {}
-            rows += [
-                {
-                    "rank": rank,
-                    "allocate": _row(edges[held.begin.edge], held.begin),
-                    "release": -1 if held.end is None else _row(edges[held.end.edge], held.end),
-                    "size": held.size,
-                    "category": held.category,
-                    "name": names.strings.intern(held.name),
-                    "pool": held.pool,
-                }
-                for held in chunk.held
-            ]
+            for held in chunk.held:
+                begin = _row(edges[held.begin.edge], held.begin)
+                end = -1 if held.end is None else _row(edges[held.end.edge], held.end)
+                rows.append(
+                    {
+                        "rank": rank,
+                        "allocate": begin,
+                        # Units of prediction heads are not used in the order of units.
+                        "release": -1 if held.end is None else max(begin, end),
+                        "size": held.size,
+                        "category": held.category,
+                        "name": names.strings.intern(held.name),
+                        "pool": held.pool,
+                    }
+                )
     return Buffers.from_rows(rows)
 
 
@@ -60,5 +66,9 @@ def _row(action: Part, moment: Moment) -> int:
     program = action.program
     known = program.parameter_rows if moment.edge is Edge.FIRST_FORWARD else program.gradient_rows
     found = [known[module] for module in moment.modules if module in known]
-    choose = min if moment.edge is Edge.FIRST_FORWARD else max
-    return action.base + max(choose(found, default=len(program) - 1), 0)
+    if moment.edge is Edge.FIRST_FORWARD:
+        # Gathers for later units may stand behind the last kernel, and run long before it.
+        kernels = np.flatnonzero(program.operations.stream == Stream.COMPUTE)
+        last = int(kernels[-1]) if len(kernels) else len(program) - 1
+        return action.base + max(min(found, default=last), 0)
+    return action.base + max(max(found, default=len(program) - 1), 0)

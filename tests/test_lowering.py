@@ -407,7 +407,7 @@ def test_unfused_attention_reads_below_the_diagonal_and_brings_heads_together():
     """Megatron-LM's CoreAttention: a softmax that loads what a causal mask leaves; the context copied to the layout of
     the projection; gradients of q and k scaled (``baddbmm``'s alpha), and joined with that of v."""
     _, graph = lowered(**GPT)
-    hidden, scores = 2 * 2 * 128 * 256, 2 * 2 * 8 * 128 * 128
+    hidden, scores = 2 * 2 * 128 * 256, 2 * 2 * 16 * 128 * 128
     assert moved_bytes(graph, "scale_mask_softmax") == {(scores // 2, scores)}
     assert moved_bytes(graph, "scale_mask_softmax_backward") == {(scores, scores)}
     assert moved_bytes(graph, "attention_context_copy") == {(hidden, hidden)}

@@ -54,7 +54,8 @@ MOE: dict[str, Any] = {
         "vocab_size": 1024,
         "moe": {"experts": 16, "top_k": 2, "expert_ffn_size": 4096},
     },
-    "hardware": "h100-sxm",
+    # A host that is ahead of the device: what runs beside what is the policies' alone.
+    "hardware": {"base": "h100-sxm", "host": {"operation_us": 20.0}},
     "parallel": {"pp": 2, "dp": 8, "ep": 8},
     "training": {"seq_len": 4096, "num_microbatches": 8},
     "schedule": "dualpipe",

@@ -208,8 +208,10 @@ NO_PIPELINE, FOUR_STAGES = "llama2-7b-dp8", "llama3-8b-tp2-pp4-dp8"
 
 
 @cache
-def simulated(scenario: str, recompute: str) -> Simulation:
+def simulated(scenario: str, recompute: str, *, host_ahead: bool = False) -> Simulation:
     changes = ["training.global_batch_size=32", f"training.recompute={recompute}"]
+    if host_ahead:
+        changes.append("hardware={base: h100-sxm, host: {operation_us: 20}}")
     return simulate(load_scenario(scenario, changes))
 
 
@@ -221,8 +223,8 @@ def run_us(simulation: Simulation) -> float:
 @pytest.mark.parametrize(
     ("before", "after", "what_if", "within"),
     [
-        ("none", "{modules: [core_attn]}", "recompute.on=flash", 0.003),
-        ("none", "{modules: [layernorm]}", "recompute.on=layernorm", 0.005),
+        ("none", "{modules: [core_attn]}", "recompute.on=flash", 0.001),
+        ("none", "{modules: [layernorm]}", "recompute.on=layernorm", 0.001),
         ("none", "{modules: [mlp]}", "recompute.on=mlp", 0.01),
         ("none", "full", "recompute.on=layer", 0.015),
         ("{modules: [mlp]}", "none", "recompute.off=mlp", 0.001),
@@ -232,9 +234,10 @@ def run_us(simulation: Simulation) -> float:
 def test_the_simulation_of_the_changed_scenario_agrees(
     scenario: str, before: str, after: str, what_if: str, within: float
 ) -> None:
-    """What is missing at small modules is the host, which traces of simulated runs do not show."""
-    found = changed(rebuild(simulated(scenario, before).timeline()), what_if)
-    assert measured_us(found) == pytest.approx(run_us(simulated(scenario, after)), rel=within)
+    """Kernels of another recompute, and copies of checkpoints; of a host that is late the traces tell nothing."""
+    found = changed(rebuild(simulated(scenario, before, host_ahead=True).timeline()), what_if)
+    truth = simulated(scenario, after, host_ahead=True)
+    assert measured_us(found) == pytest.approx(run_us(truth), rel=within)
 
 
 @pytest.mark.parametrize("scenario", [NO_PIPELINE, FOUR_STAGES])

@@ -356,7 +356,7 @@ SETTINGS: dict[str, SourceSettings] = {
     # comes with sequence parallelism (parallelisms/parallelize_llama.py). What lies outside of layers is left to the
     # unit of the model itself (apply_fsdp), and run_llama_train.sh sets how segments grow.
     # Compiled or not, rotary positions are a product of complex numbers (models/llama/model.py, apply_rotary_emb), for
-    # which PyTorch's compiler makes no code (pytorch/torchtitan, issue 15), and casts before and behind it.
+    # which PyTorch's compiler makes no code (github.com/pytorch/torchtitan/issues/15), and casts before and behind it.
     "torchtitan-perf-2024": SourceSettings(
         root_unit=True,
         expandable_segments=True,
