@@ -217,6 +217,13 @@ def with_times(name: str, costs: ActionCosts) -> str:
     return f"{plain}:{','.join([*kept, *given])}"
 
 
+def without_flushes(name: str) -> str:
+    """The name without ``flush=N``."""
+    plain, _, text = name.partition(":")
+    kept = [part for part in text.split(",") if part and not part.strip().lower().startswith("flush")]
+    return f"{plain}:{','.join(kept)}" if kept else plain
+
+
 def _lookup(name: str) -> tuple[str, Entry, dict[str, Any]]:
     """Plain name, entry and options of a name with or without options."""
     plain, colon, text = name.lower().partition(":")

@@ -88,6 +88,13 @@ def test_any_number_of_chunks_can_be_profiled(pp, vpp):
     assert float(used["weight"]) > 0
 
 
+def test_a_flushed_schedule_is_profiled_in_one_call_of_a_few_microbatches():
+    """Six microbatches a call on four ranks, and a profile of four: the times are those without flushes."""
+    flushed = simulate(scenario_with("greedy:flush=6,times=profiled")).scenario.schedule
+    whole = simulate(scenario_with("greedy:times=profiled")).scenario.schedule
+    assert options(flushed) == {**options(whole), "flush": "6"}
+
+
 def test_without_a_scenario_to_profile_it_is_refused():
     with pytest.raises(ScheduleError, match="there is none here"):
         build_schedule("greedy:times=profiled", 4, 1, 8)

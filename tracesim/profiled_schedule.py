@@ -19,7 +19,7 @@ import numpy as np
 from op_graphs.graph import OpGraph
 from op_graphs.vocabulary import OpKind, Stream
 from schedules.costs import ActionCosts
-from schedules.registry import takes_profiled_times, with_times
+from schedules.registry import takes_profiled_times, with_times, without_flushes
 
 from .engine import Execution
 from .lowering import lower_scenario
@@ -40,7 +40,7 @@ def with_profiled_schedule(scenario: Scenario, run: Callable[[Scenario, OpGraph]
         return scenario
     profile = replace(
         scenario,
-        schedule=with_times(scenario.schedule, ActionCosts()),
+        schedule=with_times(without_flushes(scenario.schedule), ActionCosts()),
         training=replace(
             scenario.training, num_microbatches=min(scenario.training.num_microbatches, parallel.pp)
         ),
