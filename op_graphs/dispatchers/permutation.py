@@ -78,7 +78,7 @@ def gather_copies(
         read = permutation.copy_bytes + _INDEX * permutation.copies
         if _is_forward(builder):
             _select_by_map(builder, context, permutation, name)
-    row = _reorder(builder, context, name, read, permutation.copy_bytes, _GATHER_LAUNCHES)
+    row = reorder(builder, context, name, read, permutation.copy_bytes, _GATHER_LAUNCHES)
     copies = builder.temporary(result, permutation.copy_bytes, row)
     if source is not None:
         builder.release(source, row)
@@ -105,7 +105,7 @@ def add_copies(
         # Every copy is added in memory, with an atomic operation.
         read = 2 * permutation.copy_bytes + _INDEX * permutation.copies
         written = permutation.copy_bytes
-    row = _reorder(builder, context, name, read, written)
+    row = reorder(builder, context, name, read, written)
     tokens = builder.temporary(result, permutation.token_bytes, row if zeros < 0 else zeros)
     builder.release(source, row)
     return tokens
@@ -193,7 +193,7 @@ def _small(builder: ProgramBuilder, name: str, *, read: float, written: float, p
     )
 
 
-def _reorder(
+def reorder(
     builder: ProgramBuilder,
     context: LoweringContext,
     name: str,
@@ -201,6 +201,7 @@ def _reorder(
     written: float,
     launches: int = 1,
 ) -> int:
+    """A kernel that reorders tokens, with what else its function launches where it is fused; returns its row."""
     fused = context.libraries.permute_fusion
     return builder.memory_bound(
         name,

@@ -11,7 +11,7 @@ from ..graph import ExchangeShape, MemoryShape
 from ..lowering_context import LoweringContext
 from ..program import ProgramBuilder, Tensor
 from ..vocabulary import Communication, Dimension, DType, OpKind, Stream
-from .permutation import Permutation
+from .permutation import Permutation, reorder
 
 COUNT_LAUNCHES = 5
 """Operations of PyTorch that sum the numbers of tokens by expert and copy them to the host."""
@@ -82,17 +82,7 @@ class Dispatcher(Protocol):
 
 def permute(builder: ProgramBuilder, context: LoweringContext, name: str, read: float, written: float) -> int:
     """A kernel that reorders tokens; returns its row."""
-    fused = context.libraries.permute_fusion
-    return builder.memory_bound(
-        name,
-        OpKind.PERMUTE,
-        read=read,
-        written=written,
-        access="strided",
-        function=fused,
-        launches=_SORT_LAUNCHES if fused else 0,
-        dtype=context.dtype,
-    )
+    return reorder(builder, context, name, read, written, _SORT_LAUNCHES)
 
 
 def read_counts(
