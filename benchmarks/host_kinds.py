@@ -18,6 +18,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from typing import Any
 import click
 
 from tracesim import host_work
+from tracesim.errors import TraceError
 
 TRACES = (
     "megatron-lm/tp2_v100/rank0.pt.trace.json.gz",
@@ -157,13 +159,23 @@ def shares(traces: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, lis
 
 
 def read(folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Times of the traces that are there, by their name."""
+    """Times of the traces that are there, by their name.
+
+    Raises:
+        TraceError: if one is no gzipped document of ``torch.profiler``.
+    """
     found = {}
     for name in TRACES:
         path = folder / name
-        if path.exists():
+        if not path.exists():
+            continue
+        try:
             with gzip.open(path) as file:
                 found[name] = measured(json.load(file)["traceEvents"])
+        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TraceError(
+                f"{path} is no gzipped trace of torch.profiler ({type(error).__name__}: {error}); copy it again"
+            ) from error
     return found
 
 
@@ -171,7 +183,10 @@ def read(folder: Path) -> dict[str, dict[str, list[float]]]:
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def main(folder: Path) -> None:
     """Print what kinds of operations cost the host in the traces of FOLDER, and the shares that are installed."""
-    traces = read(folder)
+    try:
+        traces = read(folder)
+    except TraceError as error:
+        raise click.UsageError(str(error)) from None
     if not traces:
         raise click.UsageError(f"{folder} has none of the traces this is measured on, such as {TRACES[0]}")
     for name, times in traces.items():

@@ -182,3 +182,16 @@ def test_traces_are_printed_beside_what_is_installed(tmp_path: Path) -> None:
     empty = CliRunner().invoke(host_kinds.main, [str(path.parent)])
     assert empty.exit_code == 2
     assert "has none of the traces" in empty.output
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"no gzip", gzip.compress(b"{}", mtime=0), gzip.compress(b"{", mtime=0), gzip.compress(b"[]", mtime=0)],
+)
+def test_a_trace_that_cannot_be_read_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / host_kinds.TRACES[0]
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    result = CliRunner().invoke(host_kinds.main, [str(tmp_path)])
+    assert result.exit_code == 2
+    assert "rank0.pt.trace.json.gz is no gzipped trace of torch.profiler" in " ".join(result.output.split())
